@@ -1,0 +1,1 @@
+"""Configuration, placement, transport, telemetry, the command line and the quickstart pair."""

@@ -1,0 +1,167 @@
+"""The commands of `kvcascade` that make and judge mappers.
+
+Like `cluster.cli`, it imports what is heavy only when a command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mappers.manifest import ScoreReport
+
+SourceOption = Annotated[
+    str,
+    typer.Option(help="Model that reads the prompt: a folder, a hub repository, or `small`."),
+]
+TargetOption = Annotated[
+    str,
+    typer.Option(help="Model that takes over: a folder, a hub repository, or `large`."),
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Your own text: .jsonl with a `text` in every line, or plain text. Unset: the text "
+        "that comes with the quickstart pair."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="Torch device, as `cuda:0`.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def fit(
+    out: Annotated[Path, typer.Option(help="Folder to write the mapper to.")],
+    source: SourceOption = "small",
+    target: TargetOption = "large",
+    k: Annotated[
+        int, typer.Option(help="Source layers that every target layer is mapped from.", min=1)
+    ] = 8,
+    support: Annotated[
+        str,
+        typer.Option(help="`full`: from all KV heads; `head_local`: from the matching head only."),
+    ] = "full",
+    tokens: Annotated[int, typer.Option(help="Calibration tokens to read.", min=1)] = 65_536,
+    ridge_lambda: Annotated[
+        float, typer.Option(help="Ridge penalty after centring, absolute.", min=0)
+    ] = 0.01,
+    text: TextOption = None,
+    heldout: Annotated[
+        Path | None,
+        typer.Option(help="Text to judge on. Unset: the last tenth of --text is kept for it."),
+    ] = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a mapper from one model's KV cache to another's, and judge it on held-out text.
+
+    The folder's manifest.json records both models, the data and the scores; serving refuses a
+    mapper that was made for other models or that failed its test.
+    """
+    from rich.console import Console
+
+    from cluster.fitting import fit_pair
+
+    report = fit_pair(
+        source,
+        target,
+        out,
+        k=k,
+        support=support,
+        tokens=tokens,
+        ridge_lambda=ridge_lambda,
+        text=text,
+        heldout=heldout,
+        device=device,
+        console=Console(stderr=True),
+    )
+    manifest = report.manifest
+    if as_json:
+        typer.echo(manifest.model_dump_json(indent=2))
+        return
+    stages = ", ".join(f"{name} {spent_s:.1f} s" for name, spent_s in report.seconds.items())
+    typer.echo(f"mapper {report.mapper_id} in {report.folder}")
+    typer.echo(f"{report.parameters / 1e6:.1f} M parameters; {stages}")
+    typer.echo(
+        f"held-out R2: keys {manifest.heldout_r2.mean_k:.3f}, "
+        f"values {manifest.heldout_r2.mean_v:.3f}"
+    )
+    assert manifest.score is not None, "fit() scores what it writes"
+    print_score(manifest.score)
+
+
+def score(
+    mapper: Annotated[
+        str, typer.Option(help="Folder of the mapper, `quickstart` or `identity`.")
+    ] = "quickstart",
+    source: SourceOption = "small",
+    target: TargetOption = "large",
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Held-out text, .jsonl or plain. Unset: the quickstart pair's."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Held-out tokens to read.", min=1)] = 8_192,
+    prefix_tokens: Annotated[
+        int, typer.Option(help="Tokens before and after which every window is cut.", min=2)
+    ] = 256,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what a mapper costs in quality: the large model going on from a mapped cache.
+
+    Beside the mapped cache stand its controls: the large model's own cache, the small model's
+    cache unmapped, no cache, and the small model alone.
+    """
+    from rich.console import Console
+
+    from cluster.fitting import score_pair
+
+    report = score_pair(
+        source,
+        target,
+        mapper,
+        text=text,
+        tokens=tokens,
+        prefix_tokens=prefix_tokens,
+        device=device,
+        console=Console(stderr=True),
+    )
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        print_score(report)
+
+
+def print_score(report: ScoreReport) -> None:
+    """The rows of a score as a table, and the verdict, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{report.windows} held-out windows: {report.prefix_tokens} tokens of cache, then "
+        f"{report.scored_tokens} scored"
+    )
+    table.add_column("cache of the large model")
+    for name in ("perplexity", "KL to native", "top-1 agreement", "attention cosine"):
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        cosine = "" if row.attention_cosine is None else f"{row.attention_cosine:.3f}"
+        table.add_row(
+            row.name,
+            f"{row.perplexity:,.1f}",
+            f"{row.kl_to_native:.3f}",
+            f"{row.top1_agreement:.2f}",
+            cosine,
+        )
+    console = Console()
+    console.print(table)
+    if report.recovered_gap is not None:
+        console.print(
+            f"The mapped cache closes {report.recovered_gap:.0%} of the gap between no cache "
+            "and native."
+        )
+    console.print(f"verdict: {report.verdict}")
+    for reason in report.reasons:
+        console.print(f"  {reason}")

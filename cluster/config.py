@@ -1,0 +1,266 @@
+"""The configuration: one tree, the `args:` of the Serve application, for laptop and cluster alike.
+
+Every default of the system stands here and nowhere else. Unknown keys are refused. This module
+knows nothing of Ray, vLLM or torch, so a configuration can be checked anywhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import model_validator
+
+from cluster.errors import ConfigError
+
+IMPORT_PATH = "deployments.app:build_cascade_app"
+"""The `import_path` by which Ray Serve finds the application."""
+
+QUICKSTART = "quickstart:"
+"""Prefix of a model source that `kvcascade models` prepares: `quickstart:small`, `...:large`."""
+
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class _Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class PlacementConfig(_Node):
+    """Where the replicas of one deployment run, in Ray's own terms."""
+
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that a replica reserves in Ray.")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Custom Ray resources, as `{small_node: 0.01}`."
+    )
+    label_selector: dict[str, str] = Field(
+        default_factory=dict, description="Node labels, as `{kvcascade/role: small}`."
+    )
+
+
+class ModelConfig(_Node):
+    """One of the two models and the vLLM engine that hosts it."""
+
+    name: str = Field(description="The model's name in the API.", min_length=1)
+    source: str = Field(
+        description="A folder, a Hugging Face repository, or `quickstart:small|large`."
+    )
+    accelerator: Literal["cpu", "gpu"] = Field("gpu", description="What the engine computes on.")
+    accelerator_type: str | None = Field(None, description="Ray's name of the GPU, as `H200`.")
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Weights and KV cache. Both models must agree."
+    )
+    max_model_len_tokens: PositiveInt = Field(8_192, description="Longest prompt plus answer.")
+    block_size_tokens: PositiveInt = Field(32, description="Tokens in one KV block.")
+    kv_pool_tokens: PositiveInt | None = Field(
+        None, description="Size of the KV pool. Unset: vLLM takes what the GPU has left."
+    )
+    max_num_seqs: PositiveInt = Field(64, description="Requests that decode together.")
+    max_num_batched_tokens: PositiveInt = Field(
+        2_048, description="Tokens in one engine step; long prefills take a part of it."
+    )
+    enable_prefix_caching: bool = Field(True, description="vLLM's exact prefix cache.")
+    cpu_threads_bind: str | None = Field(
+        None, description="Cores of a CPU engine, as `0` or `0-3`. Unset: vLLM chooses."
+    )
+    tool_call_parser: str | None = Field(None, description="vLLM's tool parser, as `hermes`.")
+    reasoning_parser: str | None = Field(None, description="vLLM's reasoning parser, as `qwen3`.")
+    engine_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further vLLM engine arguments. Those set by other keys are refused here.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment of the engine's processes."
+    )
+    max_ongoing_requests: PositiveInt = Field(256, description="Requests Ray sends one replica.")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        owned = {
+            "model": "source",
+            "max_model_len": "max_model_len_tokens",
+            "block_size": "block_size_tokens",
+            "num_gpu_blocks_override": "kv_pool_tokens",
+            "kv_transfer_config": "handoff",
+            "tensor_parallel_size": "tensor_parallel_size",
+            "dtype": "dtype",
+            "max_num_seqs": "max_num_seqs",
+            "max_num_batched_tokens": "max_num_batched_tokens",
+            "enable_prefix_caching": "enable_prefix_caching",
+        }
+        for key in self.engine_kwargs:
+            if key in owned:
+                raise ValueError(f"engine_kwargs.{key}: set `{owned[key]}` instead")
+        if self.kv_pool_tokens is not None and self.kv_pool_tokens < self.max_model_len_tokens:
+            raise ValueError(
+                f"kv_pool_tokens {self.kv_pool_tokens} is smaller than max_model_len_tokens "
+                f"{self.max_model_len_tokens}: one full request would never fit"
+            )
+        if self.accelerator == "cpu" and self.block_size_tokens % 32:
+            raise ValueError("block_size_tokens: vLLM's CPU attention needs a multiple of 32")
+        return self
+
+
+class MapperConfig(_Node):
+    """The deployment that reads, converts and writes KV blocks."""
+
+    small_to_large: str = Field(
+        description="Folder of a fitted mapper, `quickstart` or `identity` (same model twice)."
+    )
+    device: str = Field("cpu", description="Torch device on which the map runs, as `cuda:0`.")
+    num_gpus: float = Field(0, ge=0, description="GPUs that a replica reserves in Ray.")
+    threads: PositiveInt = Field(1, description="CPU threads of the map.")
+    chunk_tokens: PositiveInt = Field(
+        512, description="Tokens read, mapped and written as one step of the pipeline."
+    )
+    max_concurrent_handoffs: PositiveInt = Field(
+        4, description="Handoffs that one replica works on; each owns a part of its pool."
+    )
+    max_queued_handoffs: PositiveInt = Field(64, description="Further ones that wait in line.")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+
+
+class HandoffConfig(_Node):
+    """Deadlines and limits of the handoff protocol."""
+
+    lease_s: PositiveFloat = Field(
+        10.0, description="How long a source keeps blocks for a handoff that does not come."
+    )
+    deadline_s: PositiveFloat = Field(
+        30.0, description="After this the mapper gives up and never writes again."
+    )
+    quarantine_s: PositiveFloat = Field(
+        5.0,
+        description="How long after `deadline_s` a target holds blocks of a silent mapper.",
+    )
+    max_pinned_fraction: Fraction = Field(
+        0.25, description="Part of the source's KV pool that tickets may hold."
+    )
+    native_suffix_tokens: PositiveInt = Field(
+        1, description="Last tokens that the target always reads itself."
+    )
+    min_handoff_tokens: PositiveInt = Field(
+        64, description="Shorter conversations are read again: cheaper than a handoff."
+    )
+
+
+class RoutingConfig(_Node):
+    """When the small model's answer is handed to the large one."""
+
+    policy: Literal["margin", "small", "large"] = Field(
+        "margin", description="`margin` watches the small model's doubt; the others are fixed."
+    )
+    margin_window_tokens: PositiveInt = Field(
+        8, description="Tokens over which the top-1 minus top-2 log-probability is averaged."
+    )
+    margin_threshold: float = Field(
+        0.35, ge=0, description="Escalate when the window's mean margin falls below this (nats)."
+    )
+    hold_back_tokens: int = Field(
+        4, ge=0, description="Tokens kept back so that doubtful ones are never shown."
+    )
+    max_escalation_tokens: PositiveInt = Field(
+        256, description="After so many tokens of its own the small model keeps the answer."
+    )
+
+
+class TransportConfig(_Node):
+    """NIXL. Only UCX is supported; its own variables (`UCX_TLS`, ...) go into `ucx_env`."""
+
+    progress_delay_us: PositiveInt = Field(
+        1_000, description="Sleep of an engine's NIXL progress thread; smaller costs CPU."
+    )
+    ucx_env: dict[str, str] = Field(
+        default_factory=dict, description="UCX variables for engines and mappers."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> TransportConfig:
+        for key in self.ucx_env:
+            if not key.startswith("UCX_"):
+                raise ValueError(f"ucx_env.{key}: only variables named UCX_* belong here")
+        return self
+
+
+class TelemetryConfig(_Node):
+    """Traces. Metrics always go out through Ray's Prometheus endpoint."""
+
+    otlp_endpoint: str | None = Field(
+        None, description="OTLP/HTTP collector, as `http://collector:4318`. Unset: no export."
+    )
+    service_name: str = Field("kvcascade", description="`service.name` of every span.")
+
+
+class RouterConfig(_Node):
+    """The OpenAI endpoint."""
+
+    max_ongoing_requests: PositiveInt = Field(512, description="Requests one router works on.")
+    request_timeout_s: PositiveFloat = Field(600.0, description="Longest whole answer.")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+
+
+class CascadeConfig(_Node):
+    """The whole cascade: the `args:` of the application in a Serve config file."""
+
+    cascade_name: str = Field("cascade", description="Name of the routed model in the API.")
+    small: ModelConfig
+    large: ModelConfig
+    mapper: MapperConfig
+    handoff: HandoffConfig = Field(default_factory=HandoffConfig)
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    transport: TransportConfig = Field(default_factory=TransportConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+
+    @model_validator(mode="after")
+    def _check(self) -> CascadeConfig:
+        names = [self.cascade_name, self.small.name, self.large.name]
+        if len(set(names)) != 3:
+            raise ValueError(f"names {names}: cascade, small and large need different names")
+        if self.small.dtype != self.large.dtype:
+            raise ValueError(
+                f"small.dtype {self.small.dtype} differs from large.dtype {self.large.dtype}"
+            )
+        return self
+
+
+def parse_cascade_config(args: Any, *, where: str = "args") -> CascadeConfig:
+    """Check `args` and return the tree; raises ConfigError with one line per wrong key."""
+    try:
+        return CascadeConfig.model_validate(args)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"]) or "(top level)"
+            message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                message = "unknown key; remove it or correct its spelling"
+            elif item["type"] == "missing":
+                message = "missing; add it"
+            lines.append(f"{where}.{key}: {message}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def load_serve_config(path: Path) -> tuple[dict[str, Any], CascadeConfig]:
+    """Read a Serve config file: (the whole document, the cascade's `args`).
+
+    Raises ConfigError when the file is missing, is not YAML, or has no application with
+    `import_path: deployments.app:build_cascade_app`.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; give the path of a Serve config")
+    try:
+        document = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list):
+        raise ConfigError(f"{path}: `applications:` is missing; this is no Serve config")
+    for application in applications:
+        if isinstance(application, dict) and application.get("import_path") == IMPORT_PATH:
+            return document, parse_cascade_config(application.get("args") or {}, where="args")
+    raise ConfigError(f"{path}: no application has `import_path: {IMPORT_PATH}`")

@@ -1,0 +1,181 @@
+"""Making and judging mappers for named models: finds the folders and the text, then calls mappers.
+
+Knows the quickstart pair and the hub; holds no mathematics, and prints nothing but progress.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from cluster.config import QUICKSTART
+from cluster.errors import MapperError, ModelError
+from cluster.sources import model_folder, quickstart_mapper_folder, resolve_mapper
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mappers.fit import FitReport
+    from mappers.manifest import ScoreReport
+
+QUICKSTART_K = 8
+"""Source layers per target layer of the quickstart mapper, as in the paper's main result."""
+
+_DOCUMENT_CHARACTERS = 4_000
+
+
+def prepare_quickstart(console: Console) -> dict[str, Path]:
+    """Folders of the quickstart pair and its mapper (`small`, `large`, `mapper`), made if missing.
+
+    The first time takes minutes; later calls only compare the mapper with the models. Raises
+    ModelError when the large model cannot be fetched.
+    """
+    from cluster.quickstart import prepare_pair
+    from mappers.fingerprint import fingerprint
+    from mappers.manifest import read_manifest
+
+    pair = prepare_pair(console)
+    mapper = quickstart_mapper_folder()
+    try:
+        read_manifest(mapper).check(fingerprint(pair.small), fingerprint(pair.large))
+    except MapperError:  # missing, of an older format, or made for another adapter
+        fit_pair("small", "large", mapper, console=console)
+    return {"small": pair.small, "large": pair.large, "mapper": mapper}
+
+
+def fit_pair(
+    source: str,
+    target: str,
+    out: Path,
+    *,
+    k: int = QUICKSTART_K,
+    support: str = "full",
+    tokens: int = 65_536,
+    ridge_lambda: float = 0.01,
+    text: Path | None = None,
+    heldout: Path | None = None,
+    device: str = "cpu",
+    console: Console,
+) -> FitReport:
+    """Fit a mapper between two named models; see `mappers.fit.fit`.
+
+    Without `text` the quickstart pair's own text is read; without `heldout` a tenth of `text` is
+    kept back. Raises MapperError or ModelError with what to change.
+    """
+    from mappers.fit import fit
+
+    if support not in ("full", "head_local"):
+        raise MapperError(f"support {support!r}: choose `full` or `head_local`")
+    calibration, unseen = _texts(text, heldout)
+    return fit(
+        _folder(source),
+        _folder(target),
+        calibration,
+        unseen,
+        out,
+        k=k,
+        support=cast(Literal["full", "head_local"], support),
+        ridge=ridge_lambda,
+        tokens=tokens,
+        device=device,
+        console=console,
+    )
+
+
+def score_pair(
+    source: str,
+    target: str,
+    mapper: str,
+    *,
+    text: Path | None = None,
+    tokens: int = 8_192,
+    prefix_tokens: int = 256,
+    device: str = "cpu",
+    console: Console,
+) -> ScoreReport:
+    """Judge a mapper on held-out text, in windows of twice `prefix_tokens`."""
+    import torch
+    from rich.progress import Progress
+
+    from mappers.capture import load_model, pack
+    from mappers.fingerprint import fingerprint
+    from mappers.score import score_mapper
+    from mappers.store import load_mapper
+
+    source_dir, target_dir = _folder(source), _folder(target)
+    loaded = load_mapper(
+        resolve_mapper(mapper), fingerprint(source_dir), fingerprint(target_dir), device
+    )
+    unseen = _quickstart_texts()[1] if text is None else read_texts(text)
+    windows = pack(unseen, source_dir, 2 * prefix_tokens, tokens)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("held-out windows", total=len(windows.ids_ST))
+        return score_mapper(
+            load_model(source_dir, torch.bfloat16, device),
+            load_model(target_dir, torch.bfloat16, device),
+            loaded,
+            windows,
+            prefix_tokens=prefix_tokens,
+            advance=lambda done: progress.advance(task, done),
+        )
+
+
+def read_texts(path: Path) -> list[str]:
+    """Documents of a text file: the `text` of every line of a .jsonl, else runs of paragraphs.
+
+    Raises MapperError when the file is missing, empty or malformed.
+    """
+    if not path.is_file():
+        raise MapperError(f"{path}: no such file; give a .jsonl or plain text file")
+    content = path.read_text()
+    if path.suffix == ".jsonl":
+        texts = [_jsonl_text(path, n, line) for n, line in enumerate(content.splitlines(), 1)]
+    else:
+        texts = [""]
+        for paragraph in content.split("\n\n"):
+            if len(texts[-1]) > _DOCUMENT_CHARACTERS:
+                texts.append("")
+            texts[-1] += paragraph + "\n\n"
+    texts = [text.strip() for text in texts if text.strip()]
+    if not texts:
+        raise MapperError(f"{path} holds no text")
+    return texts
+
+
+def _jsonl_text(path: Path, number: int, line: str) -> str:
+    try:
+        text = json.loads(line)["text"] if line.strip() else ""
+    except (json.JSONDecodeError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise MapperError(f'{path}:{number}: every line must be JSON like {{"text": "..."}}')
+    return text
+
+
+def _texts(text: Path | None, heldout: Path | None) -> tuple[list[str], list[str]]:
+    if text is None:
+        calibration, unseen = _quickstart_texts()
+        return calibration, unseen if heldout is None else read_texts(heldout)
+    texts = read_texts(text)
+    if heldout is not None:
+        return texts, read_texts(heldout)
+    kept = max(1, len(texts) // 10)
+    if len(texts) == kept:
+        raise MapperError(f"{text} is one short document; give --heldout with other text")
+    return texts[:-kept], texts[-kept:]
+
+
+def _quickstart_texts() -> tuple[list[str], list[str]]:
+    from cluster.quickstart.text import calibration_texts, heldout_texts
+
+    return calibration_texts(), heldout_texts()
+
+
+def _folder(name: str) -> Path:
+    """The folder of a model; `small` and `large` are the quickstart pair's."""
+    known = {"small": f"{QUICKSTART}small", "large": f"{QUICKSTART}large"}
+    folder = model_folder(known.get(name, name))
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name}: {folder} holds no config.json; is it a model?")
+    return folder

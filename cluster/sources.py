@@ -1,0 +1,100 @@
+"""Where models and mappers are: turns a configuration's names into folders.
+
+Imports nothing heavy; a Hugging Face repository is left to vLLM unless a folder is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cluster.config import QUICKSTART
+from cluster.errors import MapperError, ModelError
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def resolve_model(source: str) -> str:
+    """The folder of `source` if it is local or the quickstart pair, else the hub's name as it is.
+
+    Prepares the quickstart pair when it is asked for and not there yet.
+    """
+    if source.startswith(QUICKSTART):
+        from cluster.quickstart import prepare_pair
+
+        which = source.removeprefix(QUICKSTART)
+        pair = prepare_pair()
+        folders = {"small": pair.small, "large": pair.large}
+        if which not in folders:
+            raise ModelError(f"{source}: there are only quickstart:small and quickstart:large")
+        return str(folders[which])
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{source}: the folder holds no config.json; is it a model?")
+        return str(path)
+    if source.startswith((".", "/", "~")):
+        raise ModelError(f"{source}: no such folder")
+    return source
+
+
+def model_folder(source: str) -> Path:
+    """A local folder with the whole model, fetched from the hub when it has to be.
+
+    Raises ModelError when the hub does not answer and nothing is cached.
+    """
+    resolved = Path(resolve_model(source))
+    if resolved.is_dir():
+        return resolved
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source))
+    except Exception as error:
+        raise ModelError(f"{source}: neither a folder nor reachable on the hub ({error})") from None
+
+
+def hf_config(source: str) -> dict[str, Any]:
+    """The model's `config.json`; only that file is fetched from the hub."""
+    resolved = Path(resolve_model(source))
+    if resolved.is_dir():
+        path = resolved / "config.json"
+    else:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(source, "config.json"))
+        except Exception as error:
+            raise ModelError(
+                f"{source}: neither a folder nor reachable on the hub ({error})"
+            ) from None
+    config: dict[str, Any] = json.loads(path.read_text())
+    return config
+
+
+def kv_bytes_per_token(source: str, dtype: str) -> int:
+    """Bytes of KV cache of one token over all layers and KV heads."""
+    config = hf_config(source)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return int(config["num_hidden_layers"] * kv_heads * head_dim * 2 * _DTYPE_BYTES[dtype])
+
+
+def resolve_mapper(value: str) -> Path | str:
+    """The folder of a mapper; "identity" stays a word. Raises MapperError when it is missing."""
+    if value == "identity":
+        return value
+    folder = quickstart_mapper_folder() if value == "quickstart" else Path(value).expanduser()
+    if not (folder / "manifest.json").is_file():
+        remedy = "`kvcascade models`" if value == "quickstart" else "`kvcascade fit`"
+        raise MapperError(f"{value}: no mapper in {folder}; make it with {remedy}")
+    return folder
+
+
+def quickstart_mapper_folder() -> Path:
+    """Where the mapper of the quickstart pair lies once it is fitted."""
+    from cluster.quickstart import home
+
+    return home() / "mappers" / "small-to-large"

@@ -1,0 +1,170 @@
+"""Traces and metrics: their names, where they go, and how a handoff becomes spans.
+
+Spans follow OpenTelemetry's GenAI conventions and leave over OTLP/HTTP when a collector is
+configured. Metrics go through Ray to the node's Prometheus endpoint, which puts `ray_` before
+every name. It knows nothing of requests or policies: callers bring plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from cluster.config import TelemetryConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+RESPONSE_MODEL = "gen_ai.response.model"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+DECISION_REASON = "kvcascade.decision.reason"
+HANDOFF_OUTCOME = "kvcascade.handoff.outcome"
+HANDOFF_REASON = "kvcascade.handoff.reason"
+HANDOFF_TEMPERATURE = "kvcascade.handoff.temperature"
+HANDOFF_BYTES_READ = "kvcascade.handoff.bytes_read"
+HANDOFF_BYTES_WRITTEN = "kvcascade.handoff.bytes_written"
+
+STAGES = ("ticket", "queue", "read", "map", "write", "wait_target", "admit", "total")
+"""Values of the label `stage`. `total` is the router's clock from the decision to the large
+model's first token, `admit` what is left of it after ticket and conversion."""
+
+HANDOFF_BOUNDARIES_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+def make_tracer_provider(telemetry: TelemetryConfig) -> TracerProvider | None:
+    """A provider that exports to the configured collector, or None when there is none.
+
+    The caller owns it: `shutdown()` sends what is still waiting. The process-wide provider is
+    left alone, so Ray's and vLLM's own tracing are not redirected.
+    """
+    if telemetry.otlp_endpoint is None:
+        return None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": telemetry.service_name}))
+    endpoint = telemetry.otlp_endpoint.rstrip("/") + "/v1/traces"
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider
+
+
+def make_tracer(provider: TracerProvider | None) -> trace.Tracer:
+    """The project's tracer; without a provider its spans go nowhere and cost nothing."""
+    return trace.NoOpTracer() if provider is None else provider.get_tracer("kvcascade")
+
+
+def extract_context(headers: Mapping[str, str]) -> Context:
+    """The caller's W3C trace context in `headers` (lower-case names); empty when there is none."""
+    return TraceContextTextMapPropagator().extract(headers)
+
+
+def traceparent_of(context: Context) -> str | None:
+    """The W3C `traceparent` of a context's span, or None when it has none."""
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, context)
+    return carrier.get("traceparent")
+
+
+def emit_handoff_spans(
+    tracer: trace.Tracer,
+    parent: Context,
+    *,
+    started_unix_s: float,
+    stages_s: Mapping[str, float],
+    attributes: Mapping[str, str | int],
+) -> None:
+    """One `handoff` span under `parent` with a child per stage, laid out after the fact.
+
+    Reading, mapping and writing overlap; each is drawn from the start of the conversion with the
+    time it took in sum. `admit` is drawn at the end. Nothing is emitted without a `total`.
+    """
+    if "total" not in stages_s:
+        return
+    end_s = started_unix_s + stages_s["total"]
+    span = tracer.start_span(
+        "handoff", parent, attributes=dict(attributes), start_time=_ns(started_unix_s)
+    )
+    inside = trace.set_span_in_context(span, parent)
+    ordered_s = started_unix_s + stages_s.get("ticket", 0.0)
+    converting_s = ordered_s + stages_s.get("queue", 0.0)
+    starts_s = {"ticket": started_unix_s, "queue": ordered_s}
+    for stage, duration_s in stages_s.items():
+        if stage == "total":
+            continue
+        start_s = end_s - duration_s if stage == "admit" else starts_s.get(stage, converting_s)
+        child = tracer.start_span(f"handoff.{stage}", inside, start_time=_ns(start_s))
+        child.end(_ns(start_s + duration_s))
+    span.end(_ns(end_s))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+class Metrics:
+    """The project's Prometheus metrics; needs a Ray process."""
+
+    def __init__(self) -> None:
+        from ray.util.metrics import Counter, Gauge, Histogram
+
+        self._handoff_seconds = Histogram(
+            "kvcascade_handoff_seconds",
+            description="Seconds of each stage of a handoff; stages overlap.",
+            boundaries=list(HANDOFF_BOUNDARIES_S),
+            tag_keys=("stage", "path", "temperature"),
+        )
+        self._handoff_bytes = Counter(
+            "kvcascade_handoff_bytes_total",
+            description="KV bytes that mappers read from small and wrote to large engines.",
+            tag_keys=("direction",),
+        )
+        self._handoffs = Counter(
+            "kvcascade_handoff_total",
+            description="Escalations by outcome; the reason says why KV was not handed over.",
+            tag_keys=("outcome", "reason"),
+        )
+        self._routes = Counter(
+            "kvcascade_route_total",
+            description="Answers by the model that finished them and the deciding reason.",
+            tag_keys=("model", "reason"),
+        )
+        self._in_flight = Gauge(
+            "kvcascade_requests_in_flight",
+            description="Requests that this router works on.",
+        )
+
+    def observe_stages(
+        self, stages_s: Mapping[str, float], *, path: str, temperature: str | None
+    ) -> None:
+        """Add one escalation's stage durations."""
+        tags = {"path": path, "temperature": temperature or "none"}
+        for stage, duration_s in stages_s.items():
+            self._handoff_seconds.observe(duration_s, tags={**tags, "stage": stage})
+
+    def count_bytes(self, *, read: int, written: int) -> None:
+        """Add the bytes that one handoff moved."""
+        for direction, number in (("read", read), ("written", written)):
+            if number > 0:
+                self._handoff_bytes.inc(number, tags={"direction": direction})
+
+    def count_handoff(self, *, outcome: str, reason: str | None) -> None:
+        """Count one escalation."""
+        self._handoffs.inc(tags={"outcome": outcome, "reason": reason or "none"})
+
+    def count_route(self, *, model: str, reason: str) -> None:
+        """Count one settled answer."""
+        self._routes.inc(tags={"model": model, "reason": reason})
+
+    def set_in_flight(self, number: int) -> None:
+        """State how many requests are being worked on."""
+        self._in_flight.set(number)

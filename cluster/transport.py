@@ -1,0 +1,237 @@
+"""NIXL as this project uses it: a passive agent in each engine worker, an initiator in each mapper.
+
+An engine's memory is read and written by others while it computes, so its agent needs NIXL's
+progress thread; a mapper only initiates and drives progress itself, from one thread that sleeps
+when nothing is in flight. Knows nothing of tokens or layers: addresses and bytes only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+import numpy as np
+
+from cluster.errors import TransportError
+
+Memory = Literal["DRAM", "VRAM"]
+_POLL_S = 0.0001
+
+
+def make_agent(name: str, *, progress_thread: bool, progress_delay_us: int) -> Any:
+    """A NIXL agent over UCX; `name` must never be used twice (put a generation into it).
+
+    NIXL's Python front hard-codes a progress thread that spins a whole core. The delay is a field
+    of the configuration underneath, so it is set there; it is the timeout of an armed poll, and
+    latency does not suffer from it.
+    """
+    # UCX reads this when its library loads; without it, its registration cache grows for ever.
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    from nixl import _api
+
+    bindings = _api.nixlBind
+
+    class WithDelay:
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(bindings, attribute)
+
+        def nixlAgent(self, agent_name: str, config: Any) -> Any:
+            config.pthrDelay = progress_delay_us
+            return bindings.nixlAgent(agent_name, config)
+
+    with _AGENT_CREATION:
+        _api.nixlBind = WithDelay()
+        try:
+            config = _api.nixl_agent_config(
+                enable_prog_thread=progress_thread,
+                sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            )
+            return _api.nixl_agent(name, config)
+        finally:
+            _api.nixlBind = bindings
+
+
+_AGENT_CREATION = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A remote agent: what it takes to reach it."""
+
+    name: str
+    metadata: bytes
+    memory: Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A finished READ or WRITE: its bytes and its time on the initiator's clock."""
+
+    bytes: int
+    seconds: float
+
+
+class _Active:
+    def __init__(self, handle: Any, future: Future[Transfer], num_bytes: int) -> None:
+        self.handle = handle
+        self.future = future
+        self.num_bytes = num_bytes
+        self.started = time.perf_counter()
+
+
+class Initiator:
+    """Owns an agent, a registered pool and the one thread that may touch them.
+
+    All methods may be called from any thread; futures complete on the transport thread. A transfer
+    that was posted is waited for until NIXL reports its end: it is never forgotten, because a
+    WRITE cannot be revoked.
+    """
+
+    def __init__(self, name: str, *, pool_address: int, pool_bytes: int, memory: Memory) -> None:
+        self._name = name
+        self._pool = (pool_address, pool_bytes, memory)
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._active: list[_Active] = []
+        self._peers: set[str] = set()
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="nixl-transport", daemon=True)
+        self._thread.start()
+        self._ready.result()
+
+    def connect(self, peer: Peer) -> Future[bool]:
+        """Load a peer's metadata and connect; True when it was not connected before (cold)."""
+        future: Future[bool] = Future()
+        future.set_running_or_notify_cancel()
+
+        def job() -> None:
+            if peer.name in self._peers:
+                future.set_result(False)
+                return
+            try:
+                self._agent.add_remote_agent(peer.metadata)
+                self._agent.make_connection(peer.name)
+                self._peers.add(peer.name)
+                future.set_result(True)
+            except Exception as error:
+                future.set_exception(TransportError("connect", str(error)))
+
+        self._jobs.put(job)
+        return future
+
+    def forget(self, peer_name: str) -> None:
+        """Drop what is known of a peer; the next `connect` starts afresh."""
+
+        def job() -> None:
+            if peer_name in self._peers:
+                self._peers.discard(peer_name)
+                try:
+                    self._agent.remove_remote_agent(peer_name)
+                except Exception as error:
+                    # The peer is gone either way; NIXL objects to removing a broken one twice.
+                    _log().info("could not remove NIXL peer %s: %s", peer_name, error)
+
+        self._jobs.put(job)
+
+    def post(
+        self,
+        operation: Literal["READ", "WRITE"],
+        local_n3: np.ndarray,
+        remote_n3: np.ndarray,
+        peer: Peer,
+        notification: bytes = b"",
+    ) -> Future[Transfer]:
+        """Start a transfer between descriptor lists (uint64 [n, 3]: address, bytes, device).
+
+        The notification reaches the peer after the data. The future raises TransportError when
+        NIXL reports a failure; then nothing of it is in flight any more.
+        """
+        future: Future[Transfer] = Future()
+        # From here on nobody can cancel it: what is posted must be waited for.
+        future.set_running_or_notify_cancel()
+
+        def job() -> None:
+            handle = None
+            try:
+                local = self._agent.get_xfer_descs(local_n3, self._pool[2])
+                remote = self._agent.get_xfer_descs(remote_n3, peer.memory)
+                handle = self._agent.initialize_xfer(
+                    operation, local, remote, peer.name, notification
+                )
+                active = _Active(handle, future, int(local_n3[:, 1].sum()))
+                self._agent.transfer(handle)
+                self._active.append(active)
+            except Exception as error:
+                if handle is not None:
+                    self._release(handle)
+                future.set_exception(TransportError(operation.lower(), str(error)))
+
+        self._jobs.put(job)
+        return future
+
+    def close(self) -> None:
+        """Wait for transfers in flight, deregister and stop the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._agent = make_agent(self._name, progress_thread=False, progress_delay_us=1_000)
+            address, num_bytes, memory = self._pool
+            registration = self._agent.register_memory([(address, num_bytes, 0, "")], memory)
+        except Exception as error:
+            self._ready.set_exception(TransportError("register", str(error)))
+            return
+        self._ready.set_result(None)
+        open_ = True
+        while open_ or self._active:
+            try:
+                job = self._jobs.get_nowait() if self._active else self._jobs.get()
+            except Empty:
+                self._poll()
+                if self._active:
+                    time.sleep(_POLL_S)
+                continue
+            if job is None:
+                open_ = False
+            else:
+                job()
+        self._agent.deregister_memory(registration)
+
+    def _poll(self) -> None:
+        still: list[_Active] = []
+        for active in self._active:
+            try:
+                state = self._agent.check_xfer_state(active.handle)
+            except Exception as error:
+                self._release(active.handle)
+                active.future.set_exception(TransportError("transfer", str(error)))
+                continue
+            if state == "PROC":
+                still.append(active)
+            elif state == "DONE":
+                self._release(active.handle)
+                seconds = time.perf_counter() - active.started
+                active.future.set_result(Transfer(bytes=active.num_bytes, seconds=seconds))
+            else:
+                self._release(active.handle)
+                active.future.set_exception(TransportError("transfer", f"NIXL says {state}"))
+        self._active = still
+
+    def _release(self, handle: Any) -> None:
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception as error:
+            # NIXL keeps a handle that it cannot release yet and frees it with the agent.
+            _log().info("could not release a NIXL handle: %s", error)
+
+
+def _log() -> Any:
+    import logging
+
+    return logging.getLogger("kvcascade.transport")

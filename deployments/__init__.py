@@ -1,0 +1,1 @@
+"""The Ray Serve deployments, vLLM's connector and front end, and the messages between them."""

@@ -1,0 +1,77 @@
+"""Builds the Serve application: router, small engine, large engine, mapper.
+
+Every deployment is named by import path and gets plain data, so building imports neither vLLM nor
+torch. The names below are those of `deployments:` in a Serve config; `num_replicas` there scales
+one deployment and leaves the others running.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from cluster.config import CascadeConfig, ModelConfig, PlacementConfig, parse_cascade_config
+
+DEPLOYMENTS = ("router", "small", "large", "mapper")
+"""Every deployment of the application."""
+
+
+def build_cascade_app(args: dict[str, Any]) -> Application:
+    """The application for a config's `args`; raises ConfigError with one line per fault."""
+    cascade = parse_cascade_config(args)
+    config = cascade.model_dump(mode="json")
+    small = _engine(cascade.small, cascade).bind(config, "small")
+    large = _engine(cascade.large, cascade).bind(config, "large")
+    mapper_options = _actor_options(cascade.mapper.placement)
+    if cascade.mapper.num_gpus:
+        mapper_options["num_gpus"] = cascade.mapper.num_gpus
+    mapper = serve.deployment(
+        name="mapper",
+        max_ongoing_requests=(
+            cascade.mapper.max_concurrent_handoffs + cascade.mapper.max_queued_handoffs
+        ),
+        ray_actor_options=mapper_options,
+        graceful_shutdown_timeout_s=cascade.handoff.deadline_s,
+        health_check_timeout_s=60,
+    )("deployments.mapper:MapperServer").bind(config)
+    router = serve.deployment(
+        name="router",
+        max_ongoing_requests=cascade.router.max_ongoing_requests,
+        ray_actor_options=_actor_options(cascade.router.placement),
+        health_check_timeout_s=60,
+    )("deployments.router:Router")
+    return router.bind(config, small, large, mapper)
+
+
+def _engine(model: ModelConfig, cascade: CascadeConfig) -> Any:
+    role = "small" if model is cascade.small else "large"
+    actor_options = _actor_options(model.placement)
+    env = {**cascade.transport.ucx_env, **model.env}
+    if env:
+        actor_options["runtime_env"] = {"env_vars": env}
+    first = {"CPU": model.placement.num_cpus, **model.placement.resources}
+    bundles = [first]
+    if model.accelerator == "gpu":
+        gpu = {"GPU": 1.0}
+        if model.accelerator_type:
+            gpu[f"accelerator_type:{model.accelerator_type}"] = 0.001
+        bundles = [first | gpu, *(gpu.copy() for _ in range(model.tensor_parallel_size - 1))]
+    return serve.deployment(
+        name=role,
+        max_ongoing_requests=model.max_ongoing_requests,
+        ray_actor_options=actor_options,
+        placement_group_bundles=bundles,
+        placement_group_strategy="PACK",
+        health_check_timeout_s=120,
+    )("deployments.engine:Engine")
+
+
+def _actor_options(placement: PlacementConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": placement.num_cpus}
+    if placement.resources:
+        options["resources"] = dict(placement.resources)
+    if placement.label_selector:
+        options["label_selector"] = dict(placement.label_selector)
+    return options

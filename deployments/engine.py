@@ -1,0 +1,132 @@
+"""The Serve deployment of one model: token ids in, token ids out, and tickets for what it read.
+
+A subclass of Ray Serve LLM's `LLMServer`, so placement groups, tensor parallelism and health checks
+are Ray's. It neither renders nor detokenises: the router's front end does both, once for two
+models. `keep` and `handoff` reach vLLM's scheduler through the request's `kv_transfer_params`; the
+tickets come back over a local socket (`TicketDesk`), because vLLM returns nothing for a request
+that was aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray.llm._internal.serve.core.server.llm_server import LLMServer
+
+from cluster.config import parse_cascade_config
+from cluster.errors import EngineError
+from cluster.sources import resolve_model
+from deployments.engine_setup import CascadeVLLMEngine, llm_config
+from deployments.messages import Ticket
+from deployments.tickets import TicketDesk
+from router.ports import EngineChunk, EngineRequest, TokenStep
+
+log = logging.getLogger("kvcascade.engine")
+
+
+class Engine(LLMServer):  # type: ignore[misc]  # Ray Serve LLM ships without type information
+    """One replica of the small or the large model."""
+
+    async def __init__(self, config: dict[str, Any], role: str) -> None:
+        cascade = parse_cascade_config(config)
+        self._model = cascade.small if role == "small" else cascade.large
+        self._role = role
+        self._lease_s = cascade.handoff.lease_s
+        self._source = await asyncio.to_thread(resolve_model, self._model.source)
+        self._desk = TicketDesk(lease_s=cascade.handoff.lease_s)
+        await super().__init__(
+            llm_config(
+                cascade,
+                self._model,
+                source=self._source,
+                host=ray.util.get_node_ip_address(),
+                ticket_address=self._desk.address,
+            ),
+            engine_cls=CascadeVLLMEngine,
+        )
+        self._client = self.engine.client
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineChunk]:
+        """Stream the answer to `request`; closing the stream aborts the request in vLLM."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = request.sampling.clone() if request.sampling else SamplingParams(temperature=0)
+        params.max_tokens = request.max_tokens
+        params.n = 1
+        params.detokenize = False
+        params.stop = []
+        params.output_kind = RequestOutputKind.DELTA
+        params.logprobs = max(2, params.logprobs or 0)
+        transfer: dict[str, Any] = dict(request.kv_transfer_params or {})
+        if request.keep != "never":
+            transfer["keep"] = {"ticket_id": request.request_id, "rule": request.keep}
+            self._desk.expect(request.request_id)
+        params.extra_args = {"kv_transfer_params": transfer} if transfer else None
+        salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
+        prompt = tokens_input(list(request.prompt_token_ids), **salt)
+        async for output in self._client.generate(prompt, params, request.request_id):
+            answer = output.outputs[0]
+            logprobs = answer.logprobs or [None] * len(answer.token_ids)
+            yield EngineChunk(
+                steps=tuple(
+                    _step(token_id, entries)
+                    for token_id, entries in zip(answer.token_ids, logprobs, strict=True)
+                ),
+                finish_reason=_finish_reason(answer.finish_reason),
+                stop_token_id=answer.stop_reason if type(answer.stop_reason) is int else None,
+                cached_tokens=output.num_cached_tokens,
+            )
+
+    async def take_ticket(self, request_id: str) -> Ticket | None:
+        """End the request if it still runs, and return the promise for its KV.
+
+        None when nothing was kept: the request was never read, ended under a rule that keeps
+        nothing, or too much of the pool is kept already.
+        """
+        await self._client.abort(request_id)
+        return await self._desk.take(request_id)
+
+    async def release(self, request_id: str) -> None:
+        """Nobody wants the ticket of this request: free its blocks."""
+        await self._desk.release(request_id)
+
+    async def describe(self) -> dict[str, Any]:
+        """What the engine is, for validation and status."""
+        vllm_config = self._client.vllm_config
+        return {
+            "role": self._role,
+            "name": self._model.name,
+            "source": str(self._source),
+            "num_blocks": vllm_config.cache_config.num_gpu_blocks,
+            "block_size_tokens": vllm_config.cache_config.block_size,
+            "max_model_len_tokens": vllm_config.model_config.max_model_len,
+            "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        }
+
+    async def check_health(self) -> None:
+        """Raises EngineError when vLLM's core is gone; Serve then replaces the replica."""
+        if self._client.errored:
+            raise EngineError(f"{self._model.name}: the engine core has died")
+
+
+def _step(token_id: int, entries: Any) -> TokenStep:
+    """vLLM's {token id: Logprob} for one position, the sampled token first."""
+    if entries is None:
+        return TokenStep(token_id=token_id)
+    ranked = sorted(
+        ((i, float(e.logprob), int(e.rank)) for i, e in entries.items() if e.rank is not None),
+        key=lambda item: (item[0] != token_id, item[2]),
+    )
+    return TokenStep(token_id=token_id, logprobs=tuple(ranked))
+
+
+def _finish_reason(reason: str | None) -> Any:
+    if reason is None or reason in ("stop", "length"):
+        return reason
+    raise EngineError(f"vLLM ended the request with {reason!r}")

@@ -1,0 +1,143 @@
+"""How a vLLM engine is configured and started under Ray Serve LLM.
+
+Two things differ from Ray's own: the engine builds no OpenAI front (the router has it), and a CPU
+engine runs its one worker inside the engine core process (vLLM's `uni` executor), because the
+multi-process executor spins a core while any request waits and costs one more import of vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray.llm._internal.common.callbacks.base import CallbackBase
+from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+from cluster.config import CascadeConfig, ModelConfig
+from cluster.sources import kv_bytes_per_token
+
+
+class NoNodeInit(CallbackBase):  # type: ignore[misc]  # untyped base
+    """The model is a local folder or vLLM fetches it: no extra task per node is needed."""
+
+    async def on_before_node_init(self) -> None:
+        """Skip Ray's download task, which imports vLLM once more."""
+        self.ctx.run_init_node = False
+
+
+def llm_config(
+    cascade: CascadeConfig, model: ModelConfig, *, source: str, host: str, ticket_address: str
+) -> LLMConfig:
+    """Ray Serve LLM's configuration of one engine of the cascade."""
+    handoff = cascade.handoff
+    engine_kwargs: dict[str, Any] = {
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len_tokens,
+        "block_size": model.block_size_tokens,
+        "max_num_seqs": model.max_num_seqs,
+        "max_num_batched_tokens": model.max_num_batched_tokens,
+        # A prefill that fills every step would keep the scheduler from looking at handoffs.
+        "long_prefill_token_threshold": max(1, model.max_num_batched_tokens * 3 // 4),
+        "enable_prefix_caching": model.enable_prefix_caching,
+        "tensor_parallel_size": model.tensor_parallel_size,
+        "kv_transfer_config": {
+            "kv_connector": "CascadeConnector",
+            "kv_connector_module_path": "deployments.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "engine": model.name,
+                "host": host,
+                "ticket_address": ticket_address,
+                "lease_s": handoff.lease_s,
+                "deadline_s": handoff.deadline_s,
+                "quarantine_s": handoff.quarantine_s,
+                "max_pinned_fraction": handoff.max_pinned_fraction,
+                "native_suffix_tokens": handoff.native_suffix_tokens,
+                "progress_delay_us": cascade.transport.progress_delay_us,
+            },
+        },
+        **model.engine_kwargs,
+    }
+    if model.kv_pool_tokens is not None:
+        # One more block: vLLM keeps the first one for itself.
+        blocks = -(-model.kv_pool_tokens // model.block_size_tokens) + 1
+        per_token = kv_bytes_per_token(source, model.dtype) // model.tensor_parallel_size
+        engine_kwargs["kv_cache_memory_bytes"] = blocks * model.block_size_tokens * per_token
+    accelerator = {"accelerator_type": model.accelerator_type} if model.accelerator_type else {}
+    return LLMConfig(
+        model_loading_config={"model_id": model.name, "model_source": source},
+        engine_kwargs=engine_kwargs,
+        accelerator_config={"kind": model.accelerator},
+        callback_config={"callback_class": NoNodeInit} if model.accelerator == "cpu" else {},
+        runtime_env={"env_vars": {**cascade.transport.ucx_env, **model.env}},
+        experimental_configs={"kvcascade_cpu_threads_bind": model.cpu_threads_bind},
+        **accelerator,
+    )
+
+
+class CascadeVLLMEngine(VLLMEngine):  # type: ignore[misc]  # untyped base
+    """Ray's vLLM engine without an OpenAI front."""
+
+    @property
+    def client(self) -> Any:
+        """vLLM's AsyncLLM."""
+        return self._engine_client
+
+    async def start(self) -> None:
+        """Start the engine core; raises what vLLM raises when it cannot."""
+        callback = self.llm_config.get_or_create_callback()
+        await callback.run_callback("on_before_node_init")
+        if callback.ctx.run_init_node:
+            from ray.llm._internal.serve.utils.node_initialization_utils import initialize_node
+
+            await initialize_node(self.llm_config)
+        await callback.run_callback("on_after_node_init")
+        engine_args, _, vllm_config = self._prepare_engine_config(callback.ctx)
+        with self._cpu_environment(vllm_config):
+            self._engine_client = self._start_async_llm_engine(
+                engine_args, vllm_config, callback.ctx.placement_group
+            )
+        self._running = True
+
+    @contextmanager
+    def _cpu_environment(self, vllm_config: Any) -> Iterator[None]:
+        """Threads and executor of a CPU engine, in the environment its core process inherits."""
+        parallel = vllm_config.parallel_config
+        accelerator = self.llm_config.accelerator_config
+        if accelerator is None or accelerator.kind != "cpu":
+            yield
+            return
+        variables: dict[str, str] = {}
+        bind = self.llm_config.experimental_configs.get("kvcascade_cpu_threads_bind")
+        if parallel.world_size == 1:
+            parallel.distributed_executor_backend = "uni"
+            cores = _cores(bind) if bind else sorted(os.sched_getaffinity(0))
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            variables["OMP_NUM_THREADS"] = str(len(cores))
+            if bind:
+                variables["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
+        elif bind:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = bind
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _cores(bind: str) -> list[int]:
+    """Core numbers of `0-3,6`."""
+    cores: list[int] = []
+    for part in bind.split(","):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores

@@ -1,0 +1,130 @@
+"""The router's side of a handoff: ticket from the small engine, order to a mapper.
+
+Implements `router.ports.HandoffPort` over Ray handles. Control only; the caches never come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.errors import HandoffError, HandoffRefused, TransportError
+from deployments.messages import HandoffOrder, MapperAddress, Ticket
+from router.ports import HandoffReport
+
+
+class RayHandoffPort:
+    """Opens handoffs between two engine deployments through a mapper deployment."""
+
+    def __init__(self, small: Any, mapper: Any) -> None:
+        self._small = small
+        self._mapper = mapper
+
+    async def begin(self, *, small_request_id: str, token_ids: tuple[int, ...]) -> RayHandoff:
+        """See `router.ports.HandoffPort`."""
+        started = time.perf_counter()
+        try:
+            ticket: Ticket | None = await self._small.take_ticket.remote(small_request_id)
+        except Exception as error:
+            raise _as_handoff_error(error, gone="small_gone") from error
+        if ticket is None:
+            raise HandoffRefused("no_ticket", "the small engine kept nothing")
+        order = HandoffOrder(
+            handoff_id=uuid.uuid4().hex,
+            ticket=ticket,
+            covered_tokens=common_prefix_tokens(ticket.token_ids, token_ids),
+        )
+        stream = self._mapper.options(stream=True).convert.remote(order)
+        try:
+            address = await anext(aiter(stream))
+        except BaseException as error:
+            stream.cancel()
+            self._small.release.remote(small_request_id)
+            if not isinstance(error, Exception):
+                raise
+            raise _as_handoff_error(error, gone="mapper_gone") from error
+        assert isinstance(address, MapperAddress)
+        return RayHandoff(order, address, stream, ticket_s=time.perf_counter() - started)
+
+
+class RayHandoff:
+    """One order at work; `router.ports.Handoff`."""
+
+    def __init__(
+        self, order: HandoffOrder, address: MapperAddress, stream: Any, *, ticket_s: float
+    ) -> None:
+        self.handoff_id = order.handoff_id
+        self.covered_tokens = order.covered_tokens
+        self.ticket_s = ticket_s
+        self._address = address
+        self._stream = stream
+        self._end = asyncio.create_task(self._wait(aiter(stream)))
+        self._end.add_done_callback(_look)
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any]:
+        """What the target's connector needs; plain msgpack types."""
+        return {
+            "handoff": {
+                "handoff_id": self.handoff_id,
+                "mapper_address": self._address.address,
+                "covered_tokens": self.covered_tokens,
+            }
+        }
+
+    async def failure(self) -> HandoffError:
+        """See `router.ports.Handoff`."""
+        await asyncio.wait({self._end})
+        error = None if self._end.cancelled() else self._end.exception()
+        if isinstance(error, HandoffError):
+            return error
+        # It succeeded: there is no failure to wait for.
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable")
+
+    async def report(self) -> HandoffReport:
+        """See `router.ports.Handoff`."""
+        return await asyncio.shield(self._end)
+
+    async def cancel(self) -> None:
+        """See `router.ports.Handoff`."""
+        if not self._end.done():
+            self._stream.cancel()
+            self._end.cancel()
+
+    async def _wait(self, stream: AsyncIterator[Any]) -> HandoffReport:
+        try:
+            report = await anext(stream)
+        except Exception as error:
+            raise _as_handoff_error(error, gone="mapper_gone") from error
+        assert isinstance(report, HandoffReport)
+        return report
+
+
+def common_prefix_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many leading token ids are the same."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if a[i] != b[i])
+
+
+def _as_handoff_error(error: Exception, *, gone: str) -> HandoffError:
+    """Ray's wrapping undone: a HandoffError of the other side, or what its death means."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, HandoffError):
+        return cause
+    if isinstance(error, RayActorError):
+        return TransportError(gone, "the replica died")
+    return TransportError(gone, f"{type(cause).__name__}: {cause}")
+
+
+def _look(task: asyncio.Task[HandoffReport]) -> None:
+    """Nobody may wait for the end of a handoff that was given up; that is no news."""
+    if not task.cancelled():
+        task.exception()

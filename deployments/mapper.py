@@ -1,0 +1,84 @@
+"""The Serve deployment that converts caches: a thin shell around `conversion.Converter`.
+
+A replica owns one registered pool and one NIXL agent. It is an ordinary deployment, so replicas
+come and go without the engines: a handoff is one streaming call, which keeps a replica alive until
+it is done and whose exception is the notice of its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+from cluster.config import parse_cascade_config
+from deployments.messages import HandoffOrder, MapperAddress
+from router.ports import HandoffReport
+
+
+class MapperServer:
+    """One mapper replica."""
+
+    async def __init__(self, config: dict[str, Any]) -> None:
+        # UCX reads its variables when the library loads, so they are set before anything else.
+        cascade = parse_cascade_config(config)
+        os.environ.update(cascade.transport.ucx_env)
+        import ray
+        import torch
+
+        from cluster.sources import model_folder, resolve_mapper
+        from deployments.conversion import Converter
+        from deployments.layout import DTYPES
+        from mappers.fingerprint import fingerprint
+        from mappers.store import load_mapper, mapper_id
+
+        torch.set_num_threads(cascade.mapper.threads)
+        folder = resolve_mapper(cascade.mapper.small_to_large)
+        source, target = await asyncio.gather(
+            *(
+                asyncio.to_thread(lambda s=model.source: fingerprint(model_folder(s)))
+                for model in (cascade.small, cascade.large)
+            )
+        )
+        dtype = DTYPES[cascade.small.dtype]
+        mapper = await asyncio.to_thread(
+            load_mapper,
+            folder,
+            source,
+            target,
+            cascade.mapper.device,
+            compute_dtype=dtype,
+            dtype=dtype,
+        )
+        self._converter = Converter(
+            mapper,
+            mapper_id(folder),
+            cascade.mapper,
+            cascade.handoff,
+            dtype=cascade.small.dtype,
+            block_sizes_tokens=(
+                cascade.small.block_size_tokens,
+                cascade.large.block_size_tokens,
+            ),
+            host=ray.util.get_node_ip_address(),
+        )
+
+    async def convert(self, order: HandoffOrder) -> AsyncIterator[MapperAddress | HandoffReport]:
+        """See `Converter.convert`."""
+        async for item in self._converter.convert(order):
+            yield item
+
+    async def describe(self) -> dict[str, Any]:
+        """What this replica is doing."""
+        return {
+            "address": self._converter.address.address,
+            "mapper_id": self._converter.address.mapper_id,
+            "running": self._converter.running,
+            "pool_in_use_bytes": self._converter.pool_in_use_bytes,
+            "pid": os.getpid(),
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: handoffs at work or waiting, for autoscaling on the mapper's own signal."""
+        return {"running_handoffs": float(self._converter.running)}

@@ -1,0 +1,83 @@
+"""Where an engine replica collects the tickets that its scheduler process pushes.
+
+The socket is local to the node. A ticket that nobody takes is dropped here when its lease is over;
+the scheduler half has freed its blocks by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from deployments.control import ask
+from deployments.messages import NoTicket, Release, Ticket, decode
+
+log = logging.getLogger("kvcascade.tickets")
+_ANSWER_TIMEOUT_S = 30.0
+
+
+class TicketDesk:
+    """Futures of tickets by request id; one event loop."""
+
+    def __init__(self, *, lease_s: float) -> None:
+        path = Path(tempfile.gettempdir()) / f"kvcascade-{uuid.uuid4().hex}.sock"
+        self.address = f"ipc://{path}"
+        self._lease_s = lease_s
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self.address)
+        self._tickets: dict[str, asyncio.Future[Ticket | None]] = {}
+        self._arrived: dict[str, float] = {}
+        self._task = asyncio.get_running_loop().create_task(self._collect())
+
+    def expect(self, request_id: str) -> None:
+        """A request with a keep rule starts: exactly one answer will arrive for it."""
+        self._tickets[request_id] = asyncio.get_running_loop().create_future()
+
+    async def take(self, request_id: str) -> Ticket | None:
+        """The ticket of a request that has ended or been aborted, once."""
+        future = self._tickets.get(request_id)
+        if future is None:
+            return None
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            log.warning("no ticket for request %s in %s s", request_id, _ANSWER_TIMEOUT_S)
+            return None
+        finally:
+            self._forget(request_id)
+
+    async def release(self, request_id: str) -> None:
+        """Free what a ticket keeps; does nothing for one that is gone."""
+        ticket = await self.take(request_id)
+        if ticket is not None:
+            address = ticket.layout.control_address
+            message = Release(ticket_id=ticket.ticket_id)
+            await ask(self._context, address, message, timeout_s=_ANSWER_TIMEOUT_S)
+
+    def _forget(self, request_id: str) -> None:
+        self._tickets.pop(request_id, None)
+        self._arrived.pop(request_id, None)
+
+    async def _collect(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            message = decode(frame)
+            assert isinstance(message, Ticket | NoTicket), "only our own scheduler writes here"
+            future = self._tickets.get(message.ticket_id)
+            if future is not None and not future.done():
+                future.set_result(message if isinstance(message, Ticket) else None)
+            now = time.monotonic()
+            self._arrived[message.ticket_id] = now
+            for request_id, at in list(self._arrived.items()):
+                if now - at > self._lease_s:
+                    self._forget(request_id)

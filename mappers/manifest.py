@@ -1,0 +1,163 @@
+"""`manifest.json` of a mapper folder: what the mapper was made for, from what, and how good it is.
+
+Knows no tensors. A mapper folder holds this file and `mapper.safetensors`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cluster.errors import MapperError, MapperMismatch
+from mappers.fingerprint import ModelFingerprint
+
+MANIFEST_FILE = "manifest.json"
+WEIGHTS_FILE = "mapper.safetensors"
+
+Support = Literal["full", "head_local"]
+Verdict = Literal["accept", "refuse"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Ridge(_Frozen):
+    """Penalty on weights. It is added to the diagonal of the per-token covariance of the features.
+
+    `relative`: `value` is a share of that covariance's mean diagonal instead of an absolute number.
+    The paper's 0.01 is absolute.
+    """
+
+    value: float = 0.01
+    relative: bool = False
+
+
+class DataRecord(_Frozen):
+    """The exact token sequences a fit read or was judged on."""
+
+    tokens: int
+    texts: int
+    sequence_tokens: int
+    sha256: str
+
+
+class LayerR2(_Frozen):
+    """R2 of mapped position-free keys and values on held-out tokens, one per target layer."""
+
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+
+    @property
+    def mean_k(self) -> float:
+        """Average over layers, keys."""
+        return sum(self.k) / len(self.k)
+
+    @property
+    def mean_v(self) -> float:
+        """Average over layers, values."""
+        return sum(self.v) / len(self.v)
+
+
+class ScoreRow(_Frozen):
+    """How the large model predicts text after one kind of prefix cache.
+
+    `kl_to_native` in nats per token; `attention_cosine` compares every head's attention output with
+    the native run's, layer errors accumulating, and is unknown for a run of another model.
+    """
+
+    name: str
+    perplexity: float
+    kl_to_native: float
+    top1_agreement: float
+    attention_cosine: float | None
+
+
+class ScoreReport(_Frozen):
+    """The mapped cache beside its controls, and the verdict.
+
+    `recovered_gap` is the share of the gap in nats between no prefix and native that the mapped
+    cache closes, None when the prefix does not help. `reasons` says why a mapper is refused.
+    """
+
+    rows: tuple[ScoreRow, ...]
+    windows: int
+    prefix_tokens: int
+    scored_tokens: int
+    injection_exact: bool
+    recovered_gap: float | None
+    verdict: Verdict
+    reasons: tuple[str, ...]
+
+    def row(self, name: str) -> ScoreRow:
+        """The row called `name`."""
+        return next(row for row in self.rows if row.name == name)
+
+
+class MapperManifest(_Frozen):
+    """Everything recorded beside a mapper's weights. `score` is None until the mapper is scored."""
+
+    version: Literal[1] = 1
+    kind: Literal["linear"] = "linear"
+    source: ModelFingerprint
+    target: ModelFingerprint
+    support: Support
+    k: int
+    source_layers: tuple[tuple[int, ...], ...]
+    ridge: Ridge
+    calibration: DataRecord
+    heldout: DataRecord
+    heldout_r2: LayerR2
+    score: ScoreReport | None
+    weights_sha256: str
+    created_by: str
+
+    def check(self, source: ModelFingerprint, target: ModelFingerprint) -> None:
+        """Raise MapperMismatch, naming the first field in which a running model differs."""
+        for role, made_for, running in (
+            ("source", self.source, source),
+            ("target", self.target, target),
+        ):
+            require_equal(role, made_for, running)
+
+
+def require_equal(role: str, made_for: ModelFingerprint, running: ModelFingerprint) -> None:
+    """Raise MapperMismatch at the first field (dotted path) in which the fingerprints differ."""
+    expected, actual = _flatten(made_for.model_dump(), role), _flatten(running.model_dump(), role)
+    for name, value in expected.items():
+        if actual[name] != value:
+            raise MapperMismatch(
+                f"{name} differs: the mapper was made for {_short(value)}, the running model has "
+                f"{_short(actual[name])}; refit with `kvcascade fit` for the models that are "
+                f"running, or run the models it was made for"
+            )
+
+
+def read_manifest(folder: Path) -> MapperManifest:
+    """The manifest of a mapper folder. MapperError when missing or malformed."""
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise MapperError(f"{path} is missing: make the mapper with `kvcascade fit`")
+    try:
+        return MapperManifest.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MapperError(
+            f"{path} cannot be read: {where}: {first['msg']}; refit with `kvcascade fit`"
+        ) from error
+
+
+def _flatten(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}.{key}"
+        flat |= _flatten(value, name) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text[:12] + "…" if len(text) > 20 else text

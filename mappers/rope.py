@@ -1,0 +1,79 @@
+"""Rotary position embedding of keys, applied and undone exactly, at any start position.
+
+Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`, so that llama3 and YaRN scaling, with
+YaRN's attention factor, agree with the model. Knows one model at a time and nothing of mapping.
+
+Shapes: T tokens, H KV heads, D head_dim; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mappers.geometry import RopeSpec
+
+
+class Rope:
+    """Rotation of keys [..., T, H, D] by absolute position, in fp32.
+
+    The rotation is the half-split ("neox") one of transformers' `apply_rotary_pos_emb` for Llama.
+    `strip` is its exact inverse: `apply` multiplies cos and sin by attention_scaling, so `strip`
+    turns back and divides by it, once.
+    """
+
+    def __init__(self, spec: RopeSpec, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        inv_freq, self.attention_scaling = _inverse_frequencies(spec)
+        self._inv_freq = inv_freq.to(device)
+
+    def positions(self, start: int, tokens: int) -> Tensor:
+        """Absolute positions [T] of `tokens` consecutive tokens."""
+        return torch.arange(start, start + tokens, device=self._inv_freq.device)
+
+    def apply(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Position-free keys [..., T, H, D] -> keys as the model caches them, fp32."""
+        cos, sin = self._cos_sin(positions)
+        return _rotate(k, cos, sin)
+
+    def strip(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Cached keys [..., T, H, D] -> position-free keys, fp32."""
+        cos, sin = self._cos_sin(positions)
+        scale = self.attention_scaling**-2
+        return _rotate(k, cos * scale, -sin * scale)
+
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, D/2] in fp32, multiplied by attention_scaling."""
+        angle = positions.to(torch.float32)[:, None] * self._inv_freq
+        scale = self.attention_scaling
+        return (angle.cos() * scale)[:, None], (angle.sin() * scale)[:, None]
+
+
+def _rotate(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = k.float().chunk(2, dim=-1)
+    out = torch.empty(k.shape, dtype=torch.float32, device=k.device)
+    half = k.shape[-1] // 2
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
+
+
+def _inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
+    """Inverse frequencies [D/2] in fp32 and the attention scaling of `spec`."""
+    # transformers takes seconds to import and only this function needs it.
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = spec.parameters()
+    if spec.rope_type == "default":
+        # Each model class holds its own copy of the unscaled formula; "linear" by one is the same.
+        parameters |= {"rope_type": "linear", "factor": 1.0}
+    config = PreTrainedConfig.from_dict(
+        {
+            "rope_parameters": parameters,
+            "head_dim": spec.head_dim,
+            "max_position_embeddings": spec.max_position,
+        }
+    )
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    return inv_freq.float(), float(scaling)

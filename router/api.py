@@ -1,0 +1,102 @@
+"""What the endpoint adds to OpenAI's API: `cascade` in the request and in the response.
+
+These models are the published format. They know nothing of engines or policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.errors import RequestError
+
+
+class CascadeOptions(BaseModel):
+    """`extra_body={"cascade": {...}}`: how this one request wants to be routed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    force: Literal["small", "large"] | None = Field(
+        None, description="`small` never escalates; `large` answers on the large model."
+    )
+    escalate_after_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="The small model writes so many tokens, then the large one goes on. "
+        "0: the small model only reads the prompt.",
+    )
+    recompute: bool = Field(
+        False, description="Escalate by reading the conversation again, without a handoff."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> CascadeOptions:
+        if self.force == "small" and self.escalate_after_tokens is not None:
+            raise ValueError("`force: small` never escalates: drop `escalate_after_tokens`")
+        return self
+
+
+def parse_options(value: Any) -> CascadeOptions:
+    """The `cascade` object of a request body; None is no wish at all.
+
+    Raises RequestError (400, `invalid_value`) that names the offending field.
+    """
+    if value is None:
+        return CascadeOptions()
+    try:
+        return CascadeOptions.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(["cascade", *(str(part) for part in first["loc"])])
+        if first["type"] == "extra_forbidden":
+            allowed = ", ".join(CascadeOptions.model_fields)
+            message = f"{param}: unknown; allowed are {allowed}"
+        else:
+            message = f"{param}: {first['msg'].removeprefix('Value error, ')}"
+        raise RequestError(message, code="invalid_value", param=param) from None
+
+
+class Segment(BaseModel):
+    """A run of tokens that one model wrote."""
+
+    model: str
+    tokens: int
+
+
+class DecisionInfo(BaseModel):
+    """The decision that settled who answers."""
+
+    action: Literal["stay", "escalate", "large"]
+    reason: str
+    score: float | None = None
+    threshold: float | None = None
+    calibration_id: str | None = None
+
+
+class HandoffInfo(BaseModel):
+    """How the large model got the conversation.
+
+    `handoff_ms` runs on the router's clock from the decision to the large model's first token.
+    `stages_ms` are durations that the processes themselves measured; they overlap. `covered_tokens`
+    came as mapped KV, `reread_tokens` were computed by the large model before its first token.
+    """
+
+    path: Literal["mapped", "recompute"]
+    reason: str | None = None
+    handoff_ms: float | None = None
+    stages_ms: Mapping[str, float] = Field(default_factory=dict)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    covered_tokens: int = 0
+    reread_tokens: int | None = None
+    temperature: Literal["cold", "warm"] | None = None
+
+
+class CascadeInfo(BaseModel):
+    """The `cascade` object of a response: who wrote what, and why."""
+
+    served_by: list[Segment]
+    decision: DecisionInfo | None = None
+    handoff: HandoffInfo | None = None

@@ -1,0 +1,46 @@
+"""How the splice tells the outside what happened, without knowing who listens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffRecord:
+    """One escalation, finished.
+
+    `reason` says why a handoff was not used, and is None for a mapped one. `started_unix_s` is
+    the wall clock at the decision, for spans only; every duration comes from a monotonic clock.
+    `stages_s["total"]` is the time from the decision to the large model's first token; it is
+    missing when that token never came.
+    """
+
+    outcome: Literal["mapped", "recompute", "cancelled"]
+    reason: str | None
+    started_unix_s: float
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    temperature: Literal["cold", "warm"] | None = None
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+class Recorder(Protocol):
+    """Counts and times. Called from the event loop: must not block or raise."""
+
+    def route(self, *, model: str, reason: str) -> None:
+        """One answer was settled on `model`."""
+
+    def handoff(self, record: HandoffRecord) -> None:
+        """One escalation is over."""
+
+
+class NullRecorder:
+    """Listens to nothing."""
+
+    def route(self, *, model: str, reason: str) -> None:
+        """Ignore it."""
+
+    def handoff(self, record: HandoffRecord) -> None:
+        """Ignore it."""

@@ -1,0 +1,145 @@
+"""Packing, capturing, fitting and scoring with tiny real models."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from cluster.errors import MapperError
+from mappers.capture import cache_to_kv, kv_to_cache, load_model, pack, position_free_kv
+from mappers.fingerprint import fingerprint
+from mappers.fit import FitReport, fit
+from mappers.geometry import read_config, rope_spec
+from mappers.manifest import read_manifest
+from mappers.mapper import IdentityMapper
+from mappers.rope import Rope
+from mappers.score import MAPPED, NATIVE, RAW, score_mapper
+from mappers.store import load_mapper
+from tests.mappers.tiny import sentences, write_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return (
+        write_model(root / "small", layers=2, seed=1),
+        write_model(root / "large", layers=3, kv_heads=4, seed=2),
+    )
+
+
+@pytest.fixture(scope="module")
+def report(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> FitReport:
+    return fit(
+        *models,
+        sentences(40, seed=1),
+        sentences(4, seed=2),
+        tmp_path_factory.mktemp("out") / "mapper",
+        k=1,
+        tokens=3_200,
+        heldout_tokens=320,
+        sequence_tokens=32,
+        dtype=torch.float32,
+        console=Console(file=io.StringIO()),
+    )
+
+
+def test_packing_begins_every_sequence_alike_and_separates_texts(
+    models: tuple[Path, Path],
+) -> None:
+    packed = pack(["w0 w1 w2", "w3 w4"], models[0], sequence_tokens=4, max_tokens=100)
+    assert packed.ids_ST.tolist() == [[1, 3, 4, 5], [1, 2, 6, 7]]
+    assert packed.tokens == 8 and packed.texts == 2
+    shorter = pack(["w0 w1 w2", "w3 w4"], models[0], sequence_tokens=4, max_tokens=4)
+    assert shorter.ids_ST.tolist() == [[1, 3, 4, 5]] and shorter.texts == 1
+    assert shorter.sha256 != packed.sha256
+    with pytest.raises(MapperError, match="fewer than one sequence"):
+        pack(["w0"], models[0], sequence_tokens=8, max_tokens=100)
+
+
+def test_captured_keys_are_position_free(models: tuple[Path, Path]) -> None:
+    model = load_model(models[0], torch.float32, "cpu")
+    turn = Rope(rope_spec(read_config(models[0])))
+    k_LNHD, _ = position_free_kv(model, turn, torch.full((1, 6), 5))
+    # The first layer's keys depend on the token alone once the rotation is taken off.
+    torch.testing.assert_close(k_LNHD[0], k_LNHD[0, :1].expand(6, -1, -1), rtol=1e-4, atol=1e-4)
+    cached = model.base_model(input_ids=torch.full((1, 6), 5), use_cache=True).cache
+    k_LBTHD, _ = cache_to_kv(cached)
+    assert (k_LBTHD[0, 0, 5] - k_LBTHD[0, 0, 0]).abs().max() > 0.1 * k_LBTHD[0].abs().max()
+    again, _ = cache_to_kv(kv_to_cache(*cache_to_kv(cached)))
+    assert torch.equal(again, k_LBTHD)
+
+
+def test_fit_writes_a_mapper_that_loads_and_records_how_it_was_made(
+    models: tuple[Path, Path], report: FitReport
+) -> None:
+    manifest = read_manifest(report.folder)
+    assert manifest == report.manifest
+    assert manifest.calibration.tokens == 3_200 and manifest.heldout.tokens == 320
+    assert manifest.k == 1 and len(manifest.source_layers) == 3
+    # The first layer's position-free KV is a function of 62 token embeddings of width 64, which 32
+    # features cannot hold entirely, but most of it is linear.
+    assert manifest.heldout_r2.v[0] > 0.3
+    assert report.parameters == 2 * 3 * 32 * 64
+    mapper = load_mapper(report.folder, fingerprint(models[0]), fingerprint(models[1]))
+    assert mapper.target.kv_heads == 4
+
+
+def test_score_has_every_control_and_an_exact_injection(report: FitReport) -> None:
+    score = report.manifest.score
+    assert score is not None
+    names = [row.name for row in score.rows]
+    assert names == ["native", "native injected", "mapped", "no prefix", "small alone"]
+    assert score.injection_exact
+    assert score.row("native injected").kl_to_native == 0.0
+    assert score.row("native injected").top1_agreement == 1.0
+    assert score.windows == 10 and score.prefix_tokens == 16 and score.scored_tokens == 16
+    # Random text is not predictable, so no mapper can be worth accepting here.
+    assert score.verdict == "refuse" and score.reasons
+
+
+def test_identity_scores_as_native(models: tuple[Path, Path]) -> None:
+    model = load_model(models[0], torch.float32, "cpu")
+    windows = pack(sentences(2, seed=3), models[0], 32, 64)
+    identity = IdentityMapper(fingerprint(models[0]).geometry, torch.float32)
+    score = score_mapper(model, model, identity, windows, prefix_tokens=16)
+    assert score.row(MAPPED).perplexity == score.row(NATIVE).perplexity
+    assert score.row(MAPPED).attention_cosine == pytest.approx(1.0, abs=1e-5)
+    assert score.row(RAW).top1_agreement == 1.0
+    with pytest.raises(MapperError, match="cannot be split"):
+        score_mapper(model, model, identity, windows, prefix_tokens=32)
+
+
+def test_too_few_observations_are_refused_and_few_are_warned_of(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    settings = {"sequence_tokens": 32, "console": Console(file=io.StringIO())}
+    out = tmp_path / "mapper"
+    with pytest.raises(MapperError, match="64 calibration tokens cannot determine 64 features"):
+        fit(*models, sentences(9, 1), sentences(9, 2), out, tokens=64, **settings)
+    assert not out.exists()
+    with pytest.warns(UserWarning, match=r"only 2\.0 calibration tokens per feature"):
+        fit(
+            *models,
+            sentences(9, 1),
+            sentences(1, 2),
+            out,
+            tokens=128,
+            heldout_tokens=32,
+            dtype=torch.float32,
+            **settings,
+        )
+    assert read_manifest(out).k == 2
+
+
+def test_models_with_different_tokenizers_are_refused(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", layers=1)
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    with pytest.raises(MapperError, match="tokenizer"):
+        fit(models[0], other, [], [], tmp_path / "out")
