@@ -31,11 +31,11 @@ def prepare_quickstart(console: Console) -> dict[str, Path]:
     The first time takes minutes; later calls only compare the mapper with the models. Raises
     ModelError when the large model cannot be fetched.
     """
-    from cluster.quickstart import prepare_pair
+    from cluster.quickstart.pair import prepare_pair
     from mappers.fingerprint import fingerprint
     from mappers.manifest import read_manifest
 
-    pair = prepare_pair(console)
+    pair = prepare_pair(console=console)
     mapper = quickstart_mapper_folder()
     try:
         read_manifest(mapper).check(fingerprint(pair.small), fingerprint(pair.large))

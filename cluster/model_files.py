@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import QUICKSTART
-from cluster.errors import ModelError
+from cluster.errors import ConfigError, ModelError
 
 _HUB_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _HUB_TIMEOUT_S = 5.0
@@ -22,22 +22,28 @@ _HUB_TIMEOUT_S = 5.0
 def locate_model(source: str) -> Path:
     """Folder with at least `config.json` of a configured model source.
 
-    Raises ModelError when the folder is missing, the quickstart pair is not prepared, or the hub
-    has no such model or does not answer.
+    Raises ConfigError when `source` names nothing that could exist, ModelError when the folder is
+    not on this machine, the quickstart pair is not prepared, or the hub has no such model or does
+    not answer.
     """
     if source.startswith(QUICKSTART):
-        from cluster.quickstart.pair import model_folder
+        name = source.removeprefix(QUICKSTART)
+        if name not in ("small", "large"):
+            raise ConfigError(f"{source}: there are only quickstart:small and quickstart:large")
+        from cluster.quickstart.pair import default_home
 
-        folder = model_folder(source.removeprefix(QUICKSTART))
+        folder = default_home() / "models" / name
         if not (folder / "config.json").is_file():
             raise ModelError(f"{source} is not prepared yet; run `kvcascade models`")
         return folder
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise ModelError(
-            f"{source}: no such folder; give a folder, a Hugging Face repository (`owner/name`), "
+    if source.startswith((".", "/", "~")):
+        raise ModelError(f"{source}: no such folder on this machine")
+    if source.count("/") != 1:
+        raise ConfigError(
+            f"{source} is no folder and no Hugging Face repository (`owner/name`); give one, or "
             "`quickstart:small` or `quickstart:large`"
         )
     return _fetch(source)

@@ -21,7 +21,7 @@ def resolve_model(source: str) -> str:
     Prepares the quickstart pair when it is asked for and not there yet.
     """
     if source.startswith(QUICKSTART):
-        from cluster.quickstart import prepare_pair
+        from cluster.quickstart.pair import prepare_pair
 
         which = source.removeprefix(QUICKSTART)
         pair = prepare_pair()
@@ -95,6 +95,6 @@ def resolve_mapper(value: str) -> Path | str:
 
 def quickstart_mapper_folder() -> Path:
     """Where the mapper of the quickstart pair lies once it is fitted."""
-    from cluster.quickstart import home
+    from cluster.quickstart.pair import default_home
 
-    return home() / "mappers" / "small-to-large"
+    return default_home() / "mappers" / "small-to-large"

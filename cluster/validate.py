@@ -57,6 +57,9 @@ def validate(path: Path) -> list[Finding]:
     for key, model in (("small", config.small), ("large", config.large)):
         try:
             models[key] = _read(model)
+        except ConfigError as error:
+            findings.append(Finding("problem", f"{key}.source", str(error)))
+            continue
         except ModelError as error:
             findings.append(Finding("unchecked", f"{key}.source", str(error)))
             continue
@@ -97,9 +100,12 @@ def _check_document(document: dict[str, Any]) -> Iterator[Finding]:
     try:
         ServeDeploySchema.model_validate(document)
     except ValidationError as error:
+        messages: dict[str, list[str]] = {}
         for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"]) or "config"
-            yield Finding("problem", key, item["msg"].removeprefix("Value error, "))
+            message = item["msg"].removeprefix("Value error, ")
+            messages.setdefault(_key(document, item["loc"]), []).append(message)
+        for key, alternatives in messages.items():
+            yield Finding("problem", key, ", or: ".join(alternatives))
         return
     parts: list[tuple[str, dict[str, Any], Any]] = [
         ("", document, ServeDeploySchema),
@@ -127,6 +133,20 @@ def _check_document(document: dict[str, Any]) -> Iterator[Finding]:
     yield from wrong
     if not wrong:
         yield Finding("ok", "applications", "the file is a Ray Serve config")
+
+
+def _key(document: Any, location: tuple[int | str, ...]) -> str:
+    """The key that a validation error is about, without pydantic's names of union members."""
+    key: list[str] = []
+    for part in location:
+        try:
+            document = document[part]
+        except (KeyError, IndexError, TypeError):
+            if isinstance(document, dict):  # a missing key, not a member of a union
+                key.append(str(part))
+            break
+        key.append(str(part))
+    return ".".join(key) or "config"
 
 
 def _read(model: ModelConfig) -> _Model:

@@ -35,13 +35,13 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
         ray_actor_options=mapper_options,
         graceful_shutdown_timeout_s=cascade.handoff.deadline_s,
         health_check_timeout_s=60,
-    )("deployments.mapper:MapperServer").bind(config)
+    )("deployments.mapper.MapperServer").bind(config)
     router = serve.deployment(
         name="router",
         max_ongoing_requests=cascade.router.max_ongoing_requests,
         ray_actor_options=_actor_options(cascade.router.placement),
         health_check_timeout_s=60,
-    )("deployments.router:Router")
+    )("deployments.router.Router")
     return router.bind(config, small, large, mapper)
 
 
@@ -65,7 +65,7 @@ def _engine(model: ModelConfig, cascade: CascadeConfig) -> Any:
         placement_group_bundles=bundles,
         placement_group_strategy="PACK",
         health_check_timeout_s=120,
-    )("deployments.engine:Engine")
+    )("deployments.engine.Engine")
 
 
 def _actor_options(placement: PlacementConfig) -> dict[str, Any]:

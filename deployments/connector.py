@@ -31,6 +31,7 @@ from deployments.messages import WorkerLayout
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -103,6 +104,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             assert isinstance(handshake, WorkerHandshake)
             layouts.append(handshake.layout)
         self._scheduler.set_layouts(tuple(layouts))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """vLLM's pool, so that a census can be taken."""
+        assert self._scheduler is not None
+        self._scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from deployments.control import ControlServer, Outbox
 from deployments.messages import (
     Abandon,
+    AskCensus,
+    Census,
     Claim,
     EngineLayout,
     NoTicket,
@@ -30,6 +32,7 @@ from deployments.messages import (
 )
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 log = logging.getLogger("kvcascade.connector")
@@ -84,6 +87,7 @@ class SchedulerHalf:
         self._consumed: set[str] = set()
         self._local_tokens: dict[str, int] = {}
         self._layout: EngineLayout | None = None
+        self._pool: BlockPool | None = None
         self._control = ControlServer(settings.host, self._on_message)
         self._outbox = Outbox()
 
@@ -95,6 +99,11 @@ class SchedulerHalf:
             control_address=self._control.address,
             workers=workers,
         )
+        self._outbox.send(self._settings.ticket_address, self._layout)
+
+    def bind(self, pool: BlockPool) -> None:
+        """vLLM's block pool, for `Census` alone."""
+        self._pool = pool
 
     # Source role.
 
@@ -240,7 +249,7 @@ class SchedulerHalf:
                     failed[request_id] = () if incoming.aborted else incoming.block_ids
         return released, loading, failed
 
-    def _on_message(self, message: Any) -> Verdict | None:
+    def _on_message(self, message: Any) -> Verdict | Census | None:
         """On the control thread: a mapper or the replica speaks."""
         match message:
             case Claim(ticket_id=ticket_id, lease_s=lease_s):
@@ -261,9 +270,21 @@ class SchedulerHalf:
                         if incoming.handoff_id == handoff_id and not ok:
                             incoming.failed = True
                 return None
+            case AskCensus():
+                return self._census()
             case _:
                 log.warning("unexpected control message %s", type(message).__name__)
                 return None
+
+    def _census(self) -> Census:
+        assert self._pool is not None, "vLLM binds the pool before it serves"
+        with self._lock:
+            return Census(
+                num_blocks=self._pool.num_gpu_blocks,
+                free_blocks=self._pool.get_num_free_blocks(),
+                pinned_blocks=sum(pin.num_blocks for pin in self._pinned.values()),
+                loading_blocks=sum(len(load.block_ids) for load in self._incoming.values()),
+            )
 
     def close(self) -> None:
         """Stop the control thread."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -70,18 +72,13 @@ class Engine(LLMServer):  # type: ignore[misc]  # Ray Serve LLM ships without ty
         params.extra_args = {"kv_transfer_params": transfer} if transfer else None
         salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
         prompt = tokens_input(list(request.prompt_token_ids), **salt)
-        async for output in self._client.generate(prompt, params, request.request_id):
-            answer = output.outputs[0]
-            logprobs = answer.logprobs or [None] * len(answer.token_ids)
-            yield EngineChunk(
-                steps=tuple(
-                    _step(token_id, entries)
-                    for token_id, entries in zip(answer.token_ids, logprobs, strict=True)
-                ),
-                finish_reason=_finish_reason(answer.finish_reason),
-                stop_token_id=answer.stop_reason if type(answer.stop_reason) is int else None,
-                cached_tokens=output.num_cached_tokens,
-            )
+        try:
+            async for output in self._client.generate(prompt, params, request.request_id):
+                yield _chunk(output)
+        except Exception:
+            # The scheduler may never have seen the request: no ticket will come.
+            self._desk.forget(request.request_id)
+            raise
 
     async def take_ticket(self, request_id: str) -> Ticket | None:
         """End the request if it still runs, and return the promise for its KV.
@@ -97,13 +94,15 @@ class Engine(LLMServer):  # type: ignore[misc]  # Ray Serve LLM ships without ty
         await self._desk.release(request_id)
 
     async def describe(self) -> dict[str, Any]:
-        """What the engine is, for validation and status."""
+        """What the engine is and what its KV pool holds (see `messages.Census`)."""
         vllm_config = self._client.vllm_config
         return {
+            **asdict(await self._desk.census()),
+            "pid": os.getpid(),
+            "node_id": ray.get_runtime_context().get_node_id(),
             "role": self._role,
             "name": self._model.name,
             "source": str(self._source),
-            "num_blocks": vllm_config.cache_config.num_gpu_blocks,
             "block_size_tokens": vllm_config.cache_config.block_size,
             "max_model_len_tokens": vllm_config.model_config.max_model_len,
             "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
@@ -113,6 +112,21 @@ class Engine(LLMServer):  # type: ignore[misc]  # Ray Serve LLM ships without ty
         """Raises EngineError when vLLM's core is gone; Serve then replaces the replica."""
         if self._client.errored:
             raise EngineError(f"{self._model.name}: the engine core has died")
+
+
+def _chunk(output: Any) -> EngineChunk:
+    """vLLM's RequestOutput of one delta."""
+    answer = output.outputs[0]
+    logprobs = answer.logprobs or [None] * len(answer.token_ids)
+    return EngineChunk(
+        steps=tuple(
+            _step(token_id, entries)
+            for token_id, entries in zip(answer.token_ids, logprobs, strict=True)
+        ),
+        finish_reason=_finish_reason(answer.finish_reason),
+        stop_token_id=answer.stop_reason if type(answer.stop_reason) is int else None,
+        cached_tokens=output.num_cached_tokens,
+    )
 
 
 def _step(token_id: int, entries: Any) -> TokenStep:

@@ -129,7 +129,11 @@ class SplicedClient:
         try:
             finished = False
             while not finished:
-                output = queue.get_nowait() or await queue.get()
+                output = queue.get_nowait()
+                if output is None:
+                    if call.error is not None:
+                        raise call.error
+                    output = await queue.get()
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 yield output
@@ -176,7 +180,9 @@ class SplicedClient:
                         return
         except Exception as error:
             call.error = error
-            queue.put(error)
+            # Put on top of tokens that wait there, it would take their place.
+            if queue.output is None:
+                queue.put(error)
 
 
 def engine_sampling(params: SamplingParams, sent: int, max_tokens: int) -> SamplingParams:

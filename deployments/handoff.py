@@ -21,9 +21,10 @@ from router.ports import HandoffReport
 class RayHandoffPort:
     """Opens handoffs between two engine deployments through a mapper deployment."""
 
-    def __init__(self, small: Any, mapper: Any) -> None:
+    def __init__(self, small: Any, mapper: Any, *, deadline_s: float) -> None:
         self._small = small
         self._mapper = mapper
+        self._deadline_s = deadline_s
 
     async def begin(self, *, small_request_id: str, token_ids: tuple[int, ...]) -> RayHandoff:
         """See `router.ports.HandoffPort`."""
@@ -41,7 +42,8 @@ class RayHandoffPort:
         )
         stream = self._mapper.options(stream=True).convert.remote(order)
         try:
-            address = await anext(aiter(stream))
+            async with asyncio.timeout(self._deadline_s):
+                address = await anext(aiter(stream))
         except BaseException as error:
             stream.cancel()
             self._small.release.remote(small_request_id)
@@ -117,6 +119,8 @@ def common_prefix_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 def _as_handoff_error(error: Exception, *, gone: str) -> HandoffError:
     """Ray's wrapping undone: a HandoffError of the other side, or what its death means."""
     cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, TimeoutError):
+        return TransportError("mapper_silent", "no mapper took the order in time")
     if isinstance(cause, HandoffError):
         return cause
     if isinstance(error, RayActorError):

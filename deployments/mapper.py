@@ -71,12 +71,15 @@ class MapperServer:
 
     async def describe(self) -> dict[str, Any]:
         """What this replica is doing."""
+        import ray
+
         return {
             "address": self._converter.address.address,
             "mapper_id": self._converter.address.mapper_id,
             "running": self._converter.running,
             "pool_in_use_bytes": self._converter.pool_in_use_bytes,
             "pid": os.getpid(),
+            "node_id": ray.get_runtime_context().get_node_id(),
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:

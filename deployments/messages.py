@@ -171,6 +171,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskCensus:
+    """Asks a scheduler half what it holds. Answered by a `Census`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """What an engine's KV pool is used for at this moment, in blocks of all layers."""
+
+    num_blocks: int
+    free_blocks: int
+    pinned_blocks: int
+    loading_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settled:
     """No WRITE of this handoff is in flight and none will follow. `ok` is false for all but a
     handoff whose done notification was sent."""
@@ -181,7 +196,19 @@ class Settled:
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Ticket, NoTicket, TargetBlocks, Abandon, Claim, Release, Verdict, Settled)
+    for kind in (
+        Abandon,
+        AskCensus,
+        Census,
+        Claim,
+        EngineLayout,
+        NoTicket,
+        Release,
+        Settled,
+        TargetBlocks,
+        Ticket,
+        Verdict,
+    )
 }
 
 

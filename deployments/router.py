@@ -72,7 +72,7 @@ def _engine_error(name: str, error: Exception) -> EngineError:
 
 @serve.ingress()
 class Router:
-    """One replica of the endpoint; named by path, as `serve.deployment(...)("...:Router")`.
+    """One replica of the endpoint; named by path, `deployments.router.Router`.
 
     `config` is a dumped CascadeConfig; the others are handles of the deployments.
     """
@@ -88,7 +88,9 @@ class Router:
         site = Site(
             small=RayEnginePort(small, cascade.small.name),
             large=RayEnginePort(large, cascade.large.name),
-            handoffs=RayHandoffPort(small, mapper),
+            handoffs=RayHandoffPort(
+                small, mapper, deadline_s=cascade.handoff.deadline_s
+            ),
             names={"small": cascade.small.name, "large": cascade.large.name},
             small_context_tokens=cascade.small.max_model_len_tokens,
             min_handoff_tokens=cascade.handoff.min_handoff_tokens,

@@ -17,7 +17,15 @@ import zmq
 import zmq.asyncio
 
 from deployments.control import ask
-from deployments.messages import NoTicket, Release, Ticket, decode
+from deployments.messages import (
+    AskCensus,
+    Census,
+    EngineLayout,
+    NoTicket,
+    Release,
+    Ticket,
+    decode,
+)
 
 log = logging.getLogger("kvcascade.tickets")
 _ANSWER_TIMEOUT_S = 30.0
@@ -36,7 +44,17 @@ class TicketDesk:
         self._socket.bind(self.address)
         self._tickets: dict[str, asyncio.Future[Ticket | None]] = {}
         self._arrived: dict[str, float] = {}
+        self._layout: asyncio.Future[EngineLayout] = asyncio.get_running_loop().create_future()
         self._task = asyncio.get_running_loop().create_task(self._collect())
+
+    async def census(self) -> Census:
+        """What the engine's KV pool is used for; raises TimeoutError when the core is silent."""
+        layout = await asyncio.wait_for(asyncio.shield(self._layout), _ANSWER_TIMEOUT_S)
+        answer = await ask(
+            self._context, layout.control_address, AskCensus(), timeout_s=_ANSWER_TIMEOUT_S
+        )
+        assert isinstance(answer, Census)
+        return answer
 
     def expect(self, request_id: str) -> None:
         """A request with a keep rule starts: exactly one answer will arrive for it."""
@@ -54,17 +72,19 @@ class TicketDesk:
             log.warning("no ticket for request %s in %s s", request_id, _ANSWER_TIMEOUT_S)
             return None
         finally:
-            self._forget(request_id)
+            self.forget(request_id)
 
     async def release(self, request_id: str) -> None:
-        """Free what a ticket keeps; does nothing for one that is gone."""
-        ticket = await self.take(request_id)
-        if ticket is not None:
-            address = ticket.layout.control_address
-            message = Release(ticket_id=ticket.ticket_id)
-            await ask(self._context, address, message, timeout_s=_ANSWER_TIMEOUT_S)
+        """Free what is kept for a request that has ended; does nothing when nothing is."""
+        await self.take(request_id)
+        layout = await asyncio.wait_for(asyncio.shield(self._layout), _ANSWER_TIMEOUT_S)
+        message = Release(ticket_id=request_id)
+        await ask(
+            self._context, layout.control_address, message, timeout_s=_ANSWER_TIMEOUT_S
+        )
 
-    def _forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
+        """No answer will come for this request, or nobody wants it."""
         self._tickets.pop(request_id, None)
         self._arrived.pop(request_id, None)
 
@@ -72,6 +92,9 @@ class TicketDesk:
         while True:
             frame = await self._socket.recv()
             message = decode(frame)
+            if isinstance(message, EngineLayout):
+                self._layout.set_result(message)
+                continue
             assert isinstance(message, Ticket | NoTicket), "only our own scheduler writes here"
             future = self._tickets.get(message.ticket_id)
             if future is not None and not future.done():
@@ -80,4 +103,4 @@ class TicketDesk:
             self._arrived[message.ticket_id] = now
             for request_id, at in list(self._arrived.items()):
                 if now - at > self._lease_s:
-                    self._forget(request_id)
+                    self.forget(request_id)

@@ -72,6 +72,9 @@ def _inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
         {
             "rope_parameters": parameters,
             "head_dim": spec.head_dim,
+            # Read, though not used, by the YaRN formula when head_dim is given.
+            "hidden_size": spec.head_dim,
+            "num_attention_heads": 1,
             "max_position_embeddings": spec.max_position,
         }
     )

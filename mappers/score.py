@@ -12,7 +12,7 @@ Shapes: T tokens, L layers, H KV heads, D head_dim, Q query heads, U vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,29 +126,28 @@ def score_mapper(
         advance(1)
     order = (NATIVE, INJECTED, MAPPED, RAW, NO_PREFIX, SMALL)
     rows = tuple(sums[name].row(name) for name in order if name in sums)
-    return _report(rows, windows, prefix_tokens, exact)
-
-
-def _report(
-    rows: tuple[ScoreRow, ...], windows: TokenSequences, prefix_tokens: int, exact: bool
-) -> ScoreReport:
-    nll = {row.name: math.log(row.perplexity) for row in rows}
-    gap = nll[NO_PREFIX] - nll[NATIVE]
-    recovered = (nll[NO_PREFIX] - nll[MAPPED]) / gap if gap > 0 else None
+    recovered, reasons = judge({row.name: row.perplexity for row in rows}, exact)
     return ScoreReport(
         rows=rows,
         windows=windows.ids_ST.shape[0],
         prefix_tokens=prefix_tokens,
-        scored_tokens=windows.ids_ST.shape[1] - prefix_tokens,
+        scored_tokens=length - prefix_tokens,
         injection_exact=exact,
         recovered_gap=recovered,
-        **_verdict(nll, recovered, exact),
+        verdict="refuse" if reasons else "accept",
+        reasons=reasons,
     )
 
 
-def _verdict(nll: dict[str, float], recovered: float | None, exact: bool) -> dict[str, Any]:
+def judge(
+    perplexity: Mapping[str, float], injection_exact: bool
+) -> tuple[float | None, tuple[str, ...]]:
+    """Recovered gap (see `ScoreReport`) and the reasons to refuse; no reasons means accept."""
+    nll = {name: math.log(value) for name, value in perplexity.items()}
+    gap = nll[NO_PREFIX] - nll[NATIVE]
+    recovered = (nll[NO_PREFIX] - nll[MAPPED]) / gap if gap > 0 else None
     reasons = []
-    if not exact:
+    if not injection_exact:
         reasons.append("putting the native cache back changes predictions: the test itself is off")
     if recovered is None:
         reasons.append("the held-out text is predicted no better with a prefix than without")
@@ -159,13 +158,13 @@ def _verdict(nll: dict[str, float], recovered: float | None, exact: bool) -> dic
         )
     if nll[MAPPED] >= nll[SMALL]:
         reasons.append("the small model alone predicts at least as well as the mapped cache")
-    return {"verdict": "refuse" if reasons else "accept", "reasons": tuple(reasons)}
+    return recovered, tuple(reasons)
 
 
 def _run(model: Any, ids_T: Tensor, cache: DynamicCache, geometry: KVGeometry | None) -> _Run:
     """Continue from `cache`, which grows; attention outputs are kept when a geometry is given."""
     with _attention_outputs(model) as outputs:
-        logits_TU = model(input_ids=ids_T[None], past_key_values=cache).logits[0]
+        logits_TU = model(input_ids=ids_T[None], cache=cache).logits[0]
     attention = None
     if geometry is not None:
         stacked = torch.stack(outputs)

@@ -36,12 +36,13 @@ def load_mapper(
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
     dtype: torch.dtype = torch.bfloat16,
+    allow_refused: bool = False,
 ) -> Mapper:
     """The mapper in `folder`, or the identity for the word "identity", for two running models.
 
     Raises MapperMismatch naming the field in which a model differs from the one the mapper was made
-    for (or, for identity, in which the two models differ); MapperError when files are missing,
-    damaged or were judged `refuse`.
+    for (or, for identity, in which the two models differ); MapperError when files are missing or
+    damaged, or the mapper was judged `refuse` and `allow_refused` is false.
     """
     if str(folder) == IDENTITY:
         require_equal("target", source, target)
@@ -49,6 +50,8 @@ def load_mapper(
     folder = Path(folder)
     manifest = read_manifest(folder)
     manifest.check(source, target)
+    if manifest.score is not None and manifest.score.verdict == "refuse" and not allow_refused:
+        raise MapperError(f"{folder} was judged unfit: {'; '.join(manifest.score.reasons)}")
     if weights_sha256(folder) != manifest.weights_sha256:
         raise MapperError(
             f"{folder / WEIGHTS_FILE} does not match its manifest: copy the folder again or refit"

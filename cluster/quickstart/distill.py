@@ -6,6 +6,10 @@ minutes; a file named `finish` in the output folder starts that fall early. Chec
 running mean of the weights, so each of them is usable. `--export CHECKPOINT` puts one in the
 package. It does not know where texts come from.
 
+Each process trains on its own rows with one thread and averages the gradients with the others
+once per step: on a busy machine this loses far less than threads that wait for each other within
+every multiplication.
+
 Shapes: T tokens of a batch, P = T / 2 positions with known targets, S taken layers, E hidden.
 """
 
@@ -16,19 +20,30 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
 import typer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.quickstart import llama
 from cluster.quickstart.adapter import ADAPTER_FILE, KEPT_LAYERS, LORA_RANK
-from cluster.quickstart.distill_data import TeacherCache, batches, make_rows, read_texts
+from cluster.quickstart.distill_data import (
+    BATCH_TOKENS,
+    Row,
+    TeacherCache,
+    batches,
+    make_rows,
+    read_texts,
+)
 
 # The small model's layers whose output must look like the large one's; the last gives the logits.
 TAKEN = (4, 8, 9, 10, 11, 12, 14)
@@ -38,7 +53,7 @@ KL_POSITIONS = 512
 _WARM_UP_STEPS = 40
 _MEAN_DECAY = 0.99
 _CHUNK = 128
-_HELDOUT_TOKENS = 512
+_HELDOUT_ROW_TOKENS = 512
 
 
 class _HeadKl(torch.autograd.Function):
@@ -72,6 +87,7 @@ class Trainer:
     large_norm: Tensor
     adapter: dict[str, Tensor]
     peak_lr: float
+    forward: llama.Forward
 
     def __post_init__(self) -> None:
         for weight in self.adapter.values():
@@ -85,13 +101,13 @@ class Trainer:
     def large_states(self, tokens_NT: Tensor) -> Tensor:
         """The large model's outputs [N, T, S, E] at the layers that TAKEN corresponds to."""
         wanted = [KEPT_LAYERS[at] for at in TAKEN]
-        states = llama.hidden_states(self.embed, self.large, tokens_NT, wanted)
+        states = self.forward(self.embed, self.large, tokens_NT, wanted)
         return torch.stack(states, 1).view(*tokens_NT.shape, len(TAKEN), -1)
 
     def step(self, tokens_NT: Tensor, target_PSE: Tensor, lr_scale: float) -> tuple[float, float]:
         """One optimizer step; returns the mean KL (nats) and the mean relative hidden error."""
         layers = llama.small_layers(self.large, self.adapter)
-        states = llama.hidden_states(self.embed, layers, tokens_NT, TAKEN)
+        states = self.forward(self.embed, layers, tokens_NT, TAKEN)
         hidden = torch.zeros(())
         for at, state_TE in enumerate(states):
             target_PE = target_PSE[:, at].float()
@@ -103,6 +119,7 @@ class Trainer:
             large = llama.norm(target_PSE[picked, -1], self.large_norm)
         kl: Tensor = _HeadKl.apply(small, large, self.embed)  # type: ignore[no-untyped-call]
         (kl + HIDDEN_WEIGHT * hidden / len(TAKEN)).backward()  # type: ignore[no-untyped-call]
+        self._average_gradients()
         torch.nn.utils.clip_grad_norm_(self.adapter.values(), 1.0)
         warm = min(1.0, (self.steps + 1) / _WARM_UP_STEPS)
         for group in self.optimizer.param_groups:
@@ -116,16 +133,26 @@ class Trainer:
                 self.mean[name].lerp_(weight, 1 - decay)
         return kl.item(), hidden.item() / len(TAKEN)
 
-    @torch.inference_mode()
-    def perplexity(self, rows: list[Tensor], *, small: bool) -> float:
-        """Perplexity of the mean adapter's model, or of the large one, over rows [1, T]."""
+    def _average_gradients(self) -> None:
+        grads = [weight.grad for weight in self.adapter.values() if weight.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+    @torch.no_grad()
+    def perplexity(self, batch_list: list[Tensor], *, small: bool) -> float:
+        """Perplexity of the mean adapter's model, or of the large one, over batches [N, T]."""
         layers = llama.small_layers(self.large, self.mean) if small else self.large
         weight = self.mean["norm.weight"].bfloat16() if small else self.large_norm
         losses = []
-        for row in rows:
-            (state,) = llama.hidden_states(self.embed, layers, row, [len(layers) - 1])
-            logits = (llama.norm(state[:-1], weight) @ self.embed.T).float()
-            losses.append(F.cross_entropy(logits, row[0, 1:]))
+        for tokens_NT in batch_list:
+            (state,) = self.forward(self.embed, layers, tokens_NT, [len(layers) - 1])
+            state = llama.norm(state, weight).view(*tokens_NT.shape, -1)
+            for row, tokens_T in zip(state, tokens_NT, strict=True):
+                logits = (row[:-1] @ self.embed.T).float()
+                losses.append(F.cross_entropy(logits, tokens_T[1:]))
         return float(torch.stack(losses).mean().exp())
 
     def save(self, out: Path) -> None:
@@ -137,13 +164,152 @@ class Trainer:
         partial.replace(out)
 
 
-def heldout_rows(folder: Path, tokenizer: Any, most: int) -> dict[str, list[Tensor]]:
-    """Rows [1, T] of unseen text, one list for each file in `folder`."""
+def heldout_batches(folder: Path, tokenizer: Any, most: int) -> dict[str, list[Tensor]]:
+    """Batches [N, T] of unseen text, at most `most` for each file in `folder`."""
     found = {}
     for name, lists in read_texts(folder, "heldout", tokenizer).items():
-        cut = [tokens[:_HELDOUT_TOKENS] for tokens in lists if len(tokens) >= 64]
-        found[name] = [torch.tensor([tokens]) for tokens in cut[:most]]
+        joined = torch.tensor([token for tokens in lists for token in tokens])
+        batch_list = list(joined.split(BATCH_TOKENS))[:most]
+        full = [batch for batch in batch_list if len(batch) == BATCH_TOKENS]
+        found[name] = [batch.view(-1, _HELDOUT_ROW_TOKENS) for batch in full]
     return found
+
+
+def endless_batches(texts: Path, tokenizer: Any, rank: int, ranks: int) -> Iterator[list[Row]]:
+    """Batches of this process's share of the rows, shuffled anew in each pass.
+
+    A pass ends early when files appear, so that text may be added while it runs. Each file makes
+    rows of its own: those of the old files, and what is kept for them, stay as they are.
+    """
+    rng = random.Random(rank)
+    while True:
+        files = sorted(texts.glob("*.jsonl.gz"))
+        rows: list[Row] = []
+        for lists in read_texts(texts, "train", tokenizer).values():
+            rows += make_rows(lists, random.Random(0))[rank::ranks]
+        print(f"process {rank}: pass over {sum(map(len, rows))} tokens", flush=True)
+        for at, batch in enumerate(batches(rows, rng)):
+            yield batch
+            if at % 20 == 0 and files != sorted(texts.glob("*.jsonl.gz")):
+                break
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `main` was asked for."""
+
+    texts: Path
+    model: Path
+    out: Path
+    minutes: float
+    init: Path | None
+    peak_lr: float
+    fall_minutes: float
+    checkpoint_minutes: float
+    cache_gb: float
+    processes: int
+    port: int
+
+
+def train(rank: int, run: Run) -> None:
+    """The life of one training process."""
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{run.port}",
+        rank=rank,
+        world_size=run.processes,
+        timeout=timedelta(hours=2),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(str(run.model))
+    embed, large, large_norm = llama.load_large(run.model)
+    torch.manual_seed(0)
+    adapter = llama.new_factors(large, large_norm) if run.init is None else load_file(run.init)
+    torch.manual_seed(rank)
+    adapter = {name: weight.float() for name, weight in sorted(adapter.items())}
+    trainer = Trainer(embed, large, large_norm, adapter, run.peak_lr, llama.Forward(fused=True))
+    cache = TeacherCache(
+        run.out / f"states-{rank}.bin",
+        trainer.large_states,
+        int(run.cache_gb * 2**30) // run.processes,
+    )
+    report = Report(run, trainer, heldout_batches(run.texts, tokenizer, 2)) if rank == 0 else None
+    fall_at = (run.minutes - run.fall_minutes) * 60
+    started = time.monotonic()
+    for batch in endless_batches(run.texts, tokenizer, rank, run.processes):
+        elapsed = time.monotonic() - started
+        if elapsed < fall_at and (run.out / "finish").exists():
+            fall_at = elapsed
+        # The first process sets the pace; all must use the same rate.
+        lr_scale = torch.tensor(min(1.0, 1 - (elapsed - fall_at) / (run.fall_minutes * 60)))
+        dist.broadcast(lr_scale, 0)
+        if lr_scale.item() <= 0:
+            break
+        kl, error = trainer.step(torch.tensor(batch), cache(batch), lr_scale.item())
+        if report is not None:
+            report.note(elapsed, kl, error)
+    if report is not None:
+        report.checkpoint(time.monotonic() - started, "final.safetensors")
+    dist.destroy_process_group()
+
+
+class Report:
+    """Progress line, checkpoints and `status.json` of the first process."""
+
+    def __init__(self, run: Run, trainer: Trainer, unseen: dict[str, list[Tensor]]) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._unseen = unseen
+        self._large = self._perplexities(small=False)
+        self._recent: list[tuple[float, float]] = []
+        self._next_save_s = 0.0
+
+    def _perplexities(self, *, small: bool) -> dict[str, float]:
+        found = self._unseen.items()
+        return {name: self._trainer.perplexity(rows, small=small) for name, rows in found}
+
+    def note(self, elapsed_s: float, kl: float, error: float) -> None:
+        """Counts one step; prints every tenth and checkpoints when it is time."""
+        self._recent.append((kl, error))
+        steps = self._trainer.steps
+        if steps % 10 == 0:
+            kl = sum(kl for kl, _ in self._recent[-10:]) / len(self._recent[-10:])
+            speed = self._seen_tokens() / elapsed_s
+            print(
+                f"{elapsed_s:6.0f} s  step {steps}  KL {kl:.3f}  {speed:.0f} tokens/s", flush=True
+            )
+        if elapsed_s >= self._next_save_s:
+            self._next_save_s = elapsed_s + self._run.checkpoint_minutes * 60
+            self.checkpoint(elapsed_s, f"step-{steps:06d}.safetensors")
+
+    def _seen_tokens(self) -> int:
+        return self._trainer.steps * BATCH_TOKENS * self._run.processes
+
+    def checkpoint(self, elapsed_s: float, file: str) -> None:
+        """Saves the mean adapter and what it reaches on unseen text."""
+        self._trainer.save(self._run.out / file)
+        small = self._perplexities(small=True)
+        count = max(len(self._recent), 1)
+        figures = {
+            "checkpoint": file,
+            "elapsed_s": round(elapsed_s),
+            "steps": self._trainer.steps,
+            "seen_tokens": self._seen_tokens(),
+            "kl": round(sum(kl for kl, _ in self._recent) / count, 4),
+            "hidden_error": round(sum(error for _, error in self._recent) / count, 4),
+            "perplexity_large": {name: round(value, 2) for name, value in self._large.items()},
+            "perplexity_small": {name: round(value, 2) for name, value in small.items()},
+            "ratio": {name: round(small[name] / self._large[name], 3) for name in small},
+            "pid": os.getppid(),
+        }
+        partial = self._run.out / "status.partial"
+        partial.write_text(json.dumps(figures, indent=1) + "\n")
+        partial.replace(self._run.out / "status.json")
+        print(json.dumps(figures), flush=True)
+        self._recent.clear()
 
 
 def main(
@@ -154,9 +320,10 @@ def main(
     init: Annotated[Path | None, typer.Option(help="Adapter to start from.")] = None,
     peak_lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.")] = 1.5e-3,
     fall_minutes: Annotated[float, typer.Option(help="Last part, with a falling rate.")] = 8.0,
-    checkpoint_minutes: Annotated[float, typer.Option(help="Between checkpoints.")] = 5.0,
+    checkpoint_minutes: Annotated[float, typer.Option(help="Between checkpoints.")] = 6.0,
     cache_gb: Annotated[float, typer.Option(help="Disk for the large model's states.")] = 8.0,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    processes: Annotated[int, typer.Option(help="Training processes.")] = 2,
+    port: Annotated[int, typer.Option(help="Local port where they meet.")] = 29517,
     export: Annotated[
         Path | None, typer.Option(help="Only put this checkpoint into the package.")
     ] = None,
@@ -169,77 +336,22 @@ def main(
         return
     if texts is None or model is None:
         raise typer.BadParameter("Name the folders: --texts and --model.")
-    from transformers import AutoTokenizer
-
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    rng = random.Random(0)
     out.mkdir(parents=True, exist_ok=True)
     (out / "finish").unlink(missing_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
-    embed, large, large_norm = llama.load_large(model)
-    adapter = llama.new_factors(large, large_norm) if init is None else load_file(init)
-    adapter = {name: weight.float() for name, weight in adapter.items()}
-    trainer = Trainer(embed, large, large_norm, adapter, peak_lr)
-    cache = TeacherCache(out / "states.bin", trainer.large_states, int(cache_gb * 2**30))
-    unseen = heldout_rows(texts, tokenizer, 24)
-    bars = {name: trainer.perplexity(rows, small=False) for name, rows in unseen.items()}
-
-    started = time.monotonic()
-    fall_at = (minutes - fall_minutes) * 60
-    next_save = 0.0
-    seen_tokens = 0
-    figures: dict[str, Any] = {}
-    recent: list[tuple[float, float]] = []
-
-    def checkpoint(elapsed: float, file: str) -> None:
-        trainer.save(out / file)
-        small = {name: trainer.perplexity(rows, small=True) for name, rows in unseen.items()}
-        figures.update(
-            elapsed_s=round(elapsed),
-            steps=trainer.steps,
-            seen_tokens=seen_tokens,
-            tokens_per_s=round(seen_tokens / max(elapsed, 1)),
-            kl=round(sum(kl for kl, _ in recent) / max(len(recent), 1), 4),
-            hidden_error=round(sum(error for _, error in recent) / max(len(recent), 1), 4),
-            perplexity_large={name: round(value, 2) for name, value in bars.items()},
-            perplexity_small={name: round(value, 2) for name, value in small.items()},
-            ratio={name: round(small[name] / bars[name], 3) for name in bars},
-            checkpoint=file,
-            pid=os.getpid(),
-        )
-        partial = out / "status.partial"
-        partial.write_text(json.dumps(figures, indent=1) + "\n")
-        partial.replace(out / "status.json")
-        print(json.dumps(figures), flush=True)
-        recent.clear()
-
-    # Texts are read again at each pass, so that files may be added while it runs.
-    while True:
-        lists = [text for file in read_texts(texts, "train", tokenizer).values() for text in file]
-        rows = make_rows(lists, random.Random(0))
-        print(f"pass over {sum(map(len, rows))} tokens in {len(rows)} rows", flush=True)
-        for batch in batches(rows, rng):
-            elapsed = time.monotonic() - started
-            if elapsed < fall_at and (out / "finish").exists():
-                fall_at = elapsed
-            if elapsed >= fall_at + fall_minutes * 60:
-                checkpoint(elapsed, "final.safetensors")
-                return
-            if elapsed >= next_save:
-                next_save = elapsed + checkpoint_minutes * 60
-                checkpoint(elapsed, f"step-{trainer.steps:06d}.safetensors")
-            lr_scale = min(1.0, 1 - (elapsed - fall_at) / (fall_minutes * 60))
-            recent.append(trainer.step(torch.tensor(batch), cache(batch), lr_scale))
-            seen_tokens += sum(map(len, batch))
-            if trainer.steps % 10 == 0:
-                kl = sum(kl for kl, _ in recent[-10:]) / len(recent[-10:])
-                spent = time.monotonic() - started
-                print(
-                    f"{spent:6.0f} s  step {trainer.steps}  KL {kl:.3f}  "
-                    f"{seen_tokens / spent:.0f} tokens/s",
-                    flush=True,
-                )
+    run = Run(
+        texts=texts,
+        model=model,
+        out=out,
+        minutes=minutes,
+        init=init,
+        peak_lr=peak_lr,
+        fall_minutes=fall_minutes,
+        checkpoint_minutes=checkpoint_minutes,
+        cache_gb=cache_gb,
+        processes=processes,
+        port=port,
+    )
+    mp.spawn(train, args=(run,), nprocs=processes)
 
 
 if __name__ == "__main__":

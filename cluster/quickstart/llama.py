@@ -193,3 +193,36 @@ def _rope(length: int) -> tuple[Tensor, Tensor]:
     frequency = ROPE_THETA ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
     angle_TD = torch.arange(length, dtype=torch.float32)[:, None] * frequency
     return angle_TD.cos(), angle_TD.sin()
+
+
+def decode(
+    embed: Tensor,
+    layers: Sequence[Layer],
+    tokens_N: Tensor,
+    k_LNHTD: Tensor,
+    v_LNHTD: Tensor,
+    at: int,
+) -> Tensor:
+    """Output [N, E] of the last layer for one new token per row, all at position `at`.
+
+    Writes the token's keys and values into the buffers, whose earlier positions must be filled.
+    """
+    rows = len(tokens_N)
+    cos_TD, sin_TD = (table[at:].expand(rows, -1) for table in _rope(at + 1))
+    x = F.embedding(tokens_N, embed)
+    for layer, k_NHTD, v_NHTD in zip(layers, k_LNHTD, v_LNHTD, strict=True):
+        h = norm(x, layer.norms["input_layernorm.weight"])
+        q, k, v = (
+            layer.linear("qkv", h).view(rows, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
+        )
+        k_NHTD[:, :, at] = _rotated(k, cos_TD, sin_TD)
+        v_NHTD[:, :, at] = v
+        # The query heads of one KV head are passed as if they were positions: nothing is masked.
+        q_NHGD = _rotated(q, cos_TD, sin_TD).view(rows, KV_HEADS, -1, HEAD_DIM)
+        mixed = F.scaled_dot_product_attention(
+            q_NHGD, k_NHTD[:, :, : at + 1], v_NHTD[:, :, : at + 1]
+        )
+        x = x + layer.linear("o", mixed.reshape(rows, -1))
+        h = norm(x, layer.norms["post_attention_layernorm.weight"])
+        x = x + layer.linear("down", _gated(layer.linear("gate_up", h)))
+    return x

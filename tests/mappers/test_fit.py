@@ -17,7 +17,7 @@ from mappers.geometry import read_config, rope_spec
 from mappers.manifest import read_manifest
 from mappers.mapper import IdentityMapper
 from mappers.rope import Rope
-from mappers.score import MAPPED, NATIVE, RAW, score_mapper
+from mappers.score import MAPPED, NATIVE, RAW, judge, score_mapper
 from mappers.store import load_mapper
 from tests.mappers.tiny import sentences, write_model
 
@@ -97,8 +97,16 @@ def test_score_has_every_control_and_an_exact_injection(report: FitReport) -> No
     assert score.row("native injected").kl_to_native == 0.0
     assert score.row("native injected").top1_agreement == 1.0
     assert score.windows == 10 and score.prefix_tokens == 16 and score.scored_tokens == 16
-    # Random text is not predictable, so no mapper can be worth accepting here.
-    assert score.verdict == "refuse" and score.reasons
+
+
+def test_a_mapper_is_accepted_only_when_it_recovers_half_and_beats_the_small_model() -> None:
+    row = {"native": 20.0, "mapped": 40.0, "no prefix": 320.0, "small alone": 60.0}
+    recovered, reasons = judge(row, injection_exact=True)
+    assert recovered == pytest.approx(0.75) and reasons == ()
+    assert "small model alone" in judge(row | {"small alone": 30.0}, True)[1][0]
+    assert "recovers 25%" in judge(row | {"mapped": 160.0, "small alone": 500.0}, True)[1][0]
+    assert "no better with a prefix" in judge(row | {"no prefix": 19.0}, True)[1][0]
+    assert "the test itself" in judge(row, injection_exact=False)[1][0]
 
 
 def test_identity_scores_as_native(models: tuple[Path, Path]) -> None:

@@ -17,6 +17,7 @@ from mappers.manifest import (
     LayerR2,
     MapperManifest,
     Ridge,
+    ScoreReport,
     read_manifest,
 )
 from mappers.mapper import IdentityMapper, LinearMapper, LinearWeights
@@ -116,6 +117,23 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(MapperError, match="does not match its manifest"):
         load_mapper(tmp_path / "m", SOURCE, TARGET)
+
+
+def test_a_refused_mapper_loads_only_on_request(tmp_path: Path) -> None:
+    score = ScoreReport(
+        rows=(),
+        windows=1,
+        prefix_tokens=2,
+        scored_tokens=2,
+        injection_exact=True,
+        recovered_gap=0.1,
+        verdict="refuse",
+        reasons=("it recovers 10%",),
+    )
+    saved(tmp_path / "m", score=score)
+    with pytest.raises(MapperError, match="judged unfit: it recovers 10%"):
+        load_mapper(tmp_path / "m", SOURCE, TARGET)
+    load_mapper(tmp_path / "m", SOURCE, TARGET, allow_refused=True)
 
 
 def test_a_missing_or_malformed_manifest_says_so(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mappers.fingerprint import ModelFingerprint
-from mappers.geometry import RopeSpec
+from mappers.geometry import RopeSpec, RopeType
 
 VOCABULARY = 64
 
 
-def rope(rope_type: str = "default", head_dim: int = 16) -> RopeSpec:
+def rope(rope_type: RopeType = "default", head_dim: int = 16) -> RopeSpec:
     """A RoPE like those of Llama 2, Llama 3.1 and Qwen3 with YaRN."""
     scaling: dict[str, dict[str, Any]] = {
         "default": {},
@@ -30,7 +30,7 @@ def rope(rope_type: str = "default", head_dim: int = 16) -> RopeSpec:
         "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
     }
     return RopeSpec(
-        rope_type=rope_type,  # type: ignore[arg-type]
+        rope_type=rope_type,
         rope_theta=500_000.0,
         head_dim=head_dim,
         max_position=131_072,

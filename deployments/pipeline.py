@@ -1,0 +1,362 @@
+"""One handoff's work: read raw blocks, map them, write finished blocks, overlapped.
+
+    reader ──raw chunk──► mapper ──mapped chunk──► writer
+      READ(i+1)             map(i)                   WRITE(i−1)
+
+The three stages are coroutines joined by queues; a handoff owns two raw and two mapped buffers of
+the replica's registered pool. The reader starts before the target has announced its blocks. The
+last WRITE carries the done notification, and it leaves only after the source has confirmed that
+the blocks were still held when the last READ landed. When it has to stop, and who is told so, is
+`conversion.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+import zmq.asyncio
+from torch import Tensor
+
+from cluster.errors import HandoffError, HandoffRefused
+from cluster.transport import Initiator, Peer, Transfer
+from deployments.control import ask
+from deployments.layout import DTYPES, EngineCodec, descriptors
+from deployments.messages import (
+    Claim,
+    EngineLayout,
+    HandoffOrder,
+    Release,
+    TargetBlocks,
+    Verdict,
+    WorkerLayout,
+    done_notification,
+)
+from mappers.mapper import Mapper
+
+T = TypeVar("T")
+_CONTROL_TIMEOUT_S = 5.0
+_KEPT_CODECS = 16
+
+
+class Workshop:
+    """What all handoffs of one replica share: the map, the agent, one compute thread."""
+
+    def __init__(
+        self,
+        *,
+        mapper: Mapper,
+        initiator: Initiator,
+        device: torch.device,
+        context: zmq.asyncio.Context,
+        chunk_tokens: int,
+        deadline_s: float,
+    ) -> None:
+        self.mapper = mapper
+        self.initiator = initiator
+        self.device = device
+        self.context = context
+        self.chunk_tokens = chunk_tokens
+        self.deadline_s = deadline_s
+        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
+        self._codecs: dict[str, EngineCodec] = {}
+        self._agents: dict[str, set[str]] = {}
+
+    def codec(self, layout: EngineLayout) -> EngineCodec:
+        """The codec of an engine's blocks; the last few engines' are kept."""
+        if layout.generation not in self._codecs:
+            self._codecs[layout.generation] = EngineCodec(layout, self.device)
+            while len(self._codecs) > _KEPT_CODECS:
+                self._codecs.pop(next(iter(self._codecs)))
+        return self._codecs[layout.generation]
+
+    async def connect(self, layout: EngineLayout) -> bool:
+        """Connect to all workers of an engine; True when a handshake was needed.
+
+        A restarted engine is a new peer: what is known of the one before it is dropped.
+        """
+        cold = False
+        for worker in layout.workers:
+            cold |= await asyncio.wrap_future(self.initiator.connect(peer_of(worker)))
+        names = {worker.agent_name for worker in layout.workers}
+        for name in self._agents.get(layout.control_address, set()) - names:
+            self.initiator.forget(name)
+        self._agents[layout.control_address] = names
+        return cold
+
+
+def peer_of(worker: WorkerLayout) -> Peer:
+    """An engine worker as NIXL sees it."""
+    return Peer(name=worker.agent_name, metadata=worker.agent_metadata, memory=worker.memory)
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What a handoff cost; the mapper's own clock. Stages overlap."""
+
+    cold: bool = False
+    bytes_read: int = 0
+    bytes_written: int = 0
+    chunks: int = 0
+    read_s: float = 0.0
+    map_s: float = 0.0
+    write_s: float = 0.0
+    wait_target_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Buffers of one handoff: two raw and two mapped ones, so that neighbours overlap."""
+
+    raw: tuple[Tensor, Tensor]
+    mapped: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RawChunk:
+    first_token: int
+    last_token: int
+    buffers: list[Tensor]
+    pool: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MappedChunk:
+    block_ids: tuple[int, ...]
+    last: bool
+    buffers: list[Tensor]
+    pool: Tensor
+
+
+@dataclass(kw_only=True)
+class Pipeline:
+    """One order at work. `target` is set when the target announces its blocks, `stop` when the
+    handoff must end; after `stop` nothing new is posted."""
+
+    shop: Workshop
+    order: HandoffOrder
+    target: asyncio.Future[TargetBlocks]
+    stop: asyncio.Future[HandoffError]
+    tally: Tally = field(default_factory=Tally)
+    notified: bool = False
+    """The last WRITE is complete: the target has everything."""
+    _in_flight: set[Future[Transfer]] = field(default_factory=set)
+
+    async def run(self, slot: Slot) -> None:
+        """Convert everything the target wants; raises HandoffError (perhaps in a group)."""
+        self.tally.cold = await self.shop.connect(self.order.ticket.layout)
+        raw: asyncio.Queue[_RawChunk | None] = asyncio.Queue()
+        mapped: asyncio.Queue[_MappedChunk | None] = asyncio.Queue()
+        free_raw, free_mapped = _queue_of(slot.raw), _queue_of(slot.mapped)
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read(free_raw, raw, held))
+            group.create_task(self._map(raw, free_raw, free_mapped, mapped))
+            group.create_task(self._write(mapped, free_mapped, held))
+
+    async def settle(self) -> None:
+        """Wait until NIXL has reported the end of everything that was posted."""
+        waiting = [asyncio.wrap_future(future) for future in self._in_flight]
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _read(
+        self,
+        free: asyncio.Queue[Tensor],
+        out: asyncio.Queue[_RawChunk | None],
+        held: asyncio.Future[None],
+    ) -> None:
+        ticket, layout = self.order.ticket, self.order.ticket.layout
+        size, step = layout.block_size_tokens, self.shop.chunk_tokens
+        await self._require_held(
+            Claim(ticket_id=ticket.ticket_id, lease_s=self.shop.deadline_s)
+        )
+        for first in range(0, self.order.covered_tokens, step):
+            last = min(first + step, self.order.covered_tokens)
+            if self.target.done():
+                target = self.target.result()
+                if first >= target.start_token + target.num_tokens:
+                    break
+                if last <= target.start_token:
+                    continue
+            pool = await free.get()
+            block_ids = ticket.block_ids[first // size : -(-last // size)]
+            buffers = _views(pool, layout, len(block_ids))
+            spent_s, done = await _timed(self._transfer("READ", layout, block_ids, buffers))
+            self.tally.read_s += spent_s
+            self.tally.bytes_read += done
+            out.put_nowait(
+                _RawChunk(first_token=first, last_token=last, buffers=buffers, pool=pool)
+            )
+        out.put_nowait(None)
+        await self._require_held(Release(ticket_id=ticket.ticket_id))
+        held.set_result(None)
+
+    async def _require_held(self, message: Claim | Release) -> None:
+        address = self.order.ticket.layout.control_address
+        try:
+            answer = await ask(
+                self.shop.context, address, message, timeout_s=_CONTROL_TIMEOUT_S
+            )
+        except TimeoutError:
+            raise HandoffRefused("source_silent", "the source does not answer") from None
+        if not isinstance(answer, Verdict) or not answer.held:
+            raise HandoffRefused("expired", "the source no longer holds the blocks")
+
+    async def _map(
+        self,
+        raw: asyncio.Queue[_RawChunk | None],
+        free_raw: asyncio.Queue[Tensor],
+        free_mapped: asyncio.Queue[Tensor],
+        out: asyncio.Queue[_MappedChunk | None],
+    ) -> None:
+        while (chunk := await raw.get()) is not None:
+            spent_s, (k_LTHD, v_LTHD) = await _timed(self._compute(lambda: self._apply(chunk)))
+            self.tally.map_s += spent_s
+            free_raw.put_nowait(chunk.pool)
+            spent_s, target = await _timed(self.target)
+            self.tally.wait_target_s += spent_s
+            end = target.start_token + target.num_tokens
+            first, last = max(chunk.first_token, target.start_token), min(chunk.last_token, end)
+            if first >= last:
+                continue
+            pool = await free_mapped.get()
+            size = target.layout.block_size_tokens
+            lo, hi = ((token - target.start_token) // size for token in (first, last))
+            buffers = _views(pool, target.layout, hi - lo)
+            wanted = slice(first - chunk.first_token, last - chunk.first_token)
+            k_LTHD, v_LTHD = k_LTHD[:, wanted], v_LTHD[:, wanted]
+            spent_s, _ = await _timed(
+                self._compute(lambda: self._encode(target.layout, k_LTHD, v_LTHD, buffers))
+            )
+            self.tally.map_s += spent_s
+            self.tally.chunks += 1
+            out.put_nowait(
+                _MappedChunk(
+                    block_ids=target.block_ids[lo:hi],
+                    last=last == end,
+                    buffers=buffers,
+                    pool=pool,
+                )
+            )
+        out.put_nowait(None)
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.shop.compute, work)
+
+    @torch.inference_mode()
+    def _apply(self, chunk: _RawChunk) -> tuple[Tensor, Tensor]:
+        tokens = chunk.last_token - chunk.first_token
+        k_LTHD, v_LTHD = self.shop.codec(self.order.ticket.layout).decode(chunk.buffers)
+        result = self.shop.mapper.apply(
+            k_LTHD[:, :tokens], v_LTHD[:, :tokens], chunk.first_token
+        )
+        self._synchronize()
+        return result
+
+    @torch.inference_mode()
+    def _encode(
+        self, layout: EngineLayout, k_LTHD: Tensor, v_LTHD: Tensor, buffers: list[Tensor]
+    ) -> None:
+        self.shop.codec(layout).encode(k_LTHD, v_LTHD, buffers)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Buffers change hands with NIXL, which knows no CUDA streams."""
+        if self.shop.device.type == "cuda":
+            torch.cuda.synchronize(self.shop.device)
+
+    async def _write(
+        self,
+        mapped: asyncio.Queue[_MappedChunk | None],
+        free: asyncio.Queue[Tensor],
+        held: asyncio.Future[None],
+    ) -> None:
+        connected = False
+        while (chunk := await mapped.get()) is not None:
+            layout = self.target.result().layout
+            if not connected:
+                self.tally.cold |= await self.shop.connect(layout)
+                connected = True
+            note = b""
+            if chunk.last:
+                await held
+                note = done_notification(self.order.handoff_id)
+            spent_s, done = await _timed(
+                self._transfer("WRITE", layout, chunk.block_ids, chunk.buffers, note)
+            )
+            self.tally.write_s += spent_s
+            self.tally.bytes_written += done
+            self.notified |= chunk.last
+            free.put_nowait(chunk.pool)
+
+    async def _transfer(
+        self,
+        operation: Literal["READ", "WRITE"],
+        layout: EngineLayout,
+        block_ids: tuple[int, ...],
+        buffers: list[Tensor],
+        note: bytes = b"",
+    ) -> int:
+        """One chunk to or from every worker of an engine; the bytes that moved."""
+        if self.stop.done():
+            raise self.stop.result()
+        futures = []
+        for worker, buffer in zip(layout.workers, buffers, strict=True):
+            try:
+                remote, local = descriptors(worker, block_ids, buffer.data_ptr())
+            except ValueError as error:
+                raise HandoffRefused("block_range", str(error)) from None
+            futures.append(
+                self.shop.initiator.post(operation, local, remote, peer_of(worker), note)
+            )
+        self._in_flight.update(futures)
+        results = await asyncio.gather(
+            *(asyncio.wrap_future(future) for future in futures), return_exceptions=True
+        )
+        self._in_flight.difference_update(futures)
+        for worker, result in zip(layout.workers, results, strict=True):
+            if isinstance(result, BaseException):
+                # Its connection may be broken: the next handoff shakes hands again.
+                self.shop.initiator.forget(worker.agent_name)
+                raise result
+        return sum(result.bytes for result in results if isinstance(result, Transfer))
+
+
+def slot_bytes(mapper: Mapper, chunk_tokens: int, dtype: str) -> tuple[int, int]:
+    """Bytes of one raw and of one mapped buffer for chunks of so many tokens."""
+    item = DTYPES[dtype].itemsize
+    raw, mapped = (
+        g.layers * chunk_tokens * g.kv_heads * 2 * g.head_dim * item
+        for g in (mapper.source, mapper.target)
+    )
+    return raw, mapped
+
+
+def _views(pool: Tensor, layout: EngineLayout, blocks: int) -> list[Tensor]:
+    """`[L, B, H, S]` buffers of one chunk, one per rank, side by side in a pool piece."""
+    views, at = [], 0
+    for worker in layout.workers:
+        size = layout.layers * blocks * worker.block_bytes
+        flat = pool[at : at + size].view(DTYPES[worker.dtype])
+        views.append(flat.view(layout.layers, blocks, worker.kv_heads, -1))
+        at += size
+    return views
+
+
+def _queue_of(pieces: tuple[Tensor, ...]) -> asyncio.Queue[Tensor]:
+    queue: asyncio.Queue[Tensor] = asyncio.Queue()
+    for piece in pieces:
+        queue.put_nowait(piece)
+    return queue
+
+
+async def _timed(work: Awaitable[T]) -> tuple[float, T]:
+    started = time.perf_counter()
+    result = await work
+    return time.perf_counter() - started, result

@@ -1,0 +1,314 @@
+"""The routes without vLLM, the engine port without Ray, and the deployment with real Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from ray.exceptions import RayTaskError
+
+from cluster.errors import EngineError
+from deployments.openai_app import Service, build_http_app
+from deployments.router import RayEnginePort
+from router.ports import EngineChunk, EngineRequest
+from tests.fakes import step
+
+REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), max_tokens=4)
+
+
+class FakeChat:
+    """Serves two names and echoes the request."""
+
+    models = {"cascade": 64, "org/big": 128}
+
+    async def complete(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+        if body.get("bug"):
+            raise RuntimeError("secret detail")
+        return {"echo": dict(body), "trace": headers.get("traceparent")}
+
+
+def client(health: dict[str, str | None] | None = None) -> httpx2.AsyncClient:
+    async def parts() -> dict[str, str | None]:
+        return health or {"small": None, "large": None, "mapper": None}
+
+    async def metrics() -> str:
+        return "ray_kvcascade_route_total 3\n"
+
+    app = build_http_app(Service(chat=FakeChat(), health=parts, metrics=metrics))
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx2.AsyncClient(transport=transport, base_url="http://test")
+
+
+async def test_models_are_listed_with_their_context() -> None:
+    listed = (await client().get("/v1/models")).json()
+    assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [
+        ("cascade", 64),
+        ("org/big", 128),
+    ]
+    assert {card["object"] for card in listed["data"]} == {"model"}
+
+
+async def test_one_model_is_found_by_a_name_with_a_slash() -> None:
+    assert (await client().get("/v1/models/org/big")).json()["id"] == "org/big"
+
+
+async def test_an_unknown_model_or_route_has_the_error_envelope() -> None:
+    missing = await client().get("/v1/models/nope")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await client().get("/nowhere")).json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_the_callers_trace_reaches_the_service() -> None:
+    response = await client().post(
+        "/v1/chat/completions", json={"a": 1}, headers={"traceparent": "00-1-2-01"}
+    )
+    assert response.json() == {"echo": {"a": 1}, "trace": "00-1-2-01"}
+
+
+async def test_health_is_200_when_every_part_answers() -> None:
+    response = await client().get("/health")
+    assert (response.status_code, response.json()["mapper"]) == (200, "ok")
+
+
+async def test_health_is_503_and_names_the_part_that_does_not() -> None:
+    parts = {"small": None, "large": "no answer within 10 s", "mapper": None}
+    response = await client(parts).get("/health")
+    assert response.status_code == 503
+    assert response.json() == {"small": "ok", "large": "no answer within 10 s", "mapper": "ok"}
+
+
+async def test_metrics_are_passed_on() -> None:
+    assert (await client().get("/metrics")).text == "ray_kvcascade_route_total 3\n"
+
+
+class FakeStream:
+    """A DeploymentResponseGenerator of given items; an exception among them is raised."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = iter(items)
+        self.cancelled = False
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = next(self._items, None)
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeHandle:
+    """A DeploymentHandle with `generate` and `release`."""
+
+    def __init__(self, items: list[Any], release_error: Exception | None = None) -> None:
+        self.stream = FakeStream(items)
+        self.released: list[str] = []
+        self._release_error = release_error
+
+    def options(self, *, stream: bool) -> FakeHandle:
+        assert stream
+        return self
+
+    @property
+    def generate(self) -> Any:
+        return _Remote(lambda request: self.stream)
+
+    @property
+    def release(self) -> Any:
+        async def release(request_id: str) -> None:
+            if self._release_error is not None:
+                raise self._release_error
+            self.released.append(request_id)
+
+        return _Remote(release)
+
+
+class _Remote:
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+CHUNKS = [EngineChunk(steps=(step(1),)), EngineChunk(steps=(step(2),), finish_reason="stop")]
+
+
+async def test_a_finished_stream_is_not_cancelled() -> None:
+    handle = FakeHandle(CHUNKS)
+    port = RayEnginePort(handle, "small")
+    assert [chunk async for chunk in port.generate(REQUEST)] == CHUNKS
+    assert not handle.stream.cancelled
+
+
+async def test_closing_the_generator_cancels_the_ray_stream() -> None:
+    handle = FakeHandle(CHUNKS)
+    chunks = RayEnginePort(handle, "small").generate(REQUEST)
+    await anext(chunks)
+    await chunks.aclose()
+    assert handle.stream.cancelled
+
+
+@pytest.mark.parametrize("cause", [EngineError("the core died"), ValueError("the core died")])
+async def test_what_the_engine_raised_arrives_as_an_engine_error(cause: Exception) -> None:
+    wrapped = RayTaskError("generate", "traceback", cause).as_instanceof_cause()
+    handle = FakeHandle([CHUNKS[0], wrapped])
+    with pytest.raises(EngineError, match="the core died") as caught:
+        async for _ in RayEnginePort(handle, "small").generate(REQUEST):
+            pass
+    assert type(caught.value) is EngineError
+
+
+async def test_a_failed_release_is_left_to_the_lease() -> None:
+    error = RayTaskError("release", "traceback", ValueError("gone"))
+    await RayEnginePort(FakeHandle([], error), "small").release("r")
+    handle = FakeHandle([])
+    await RayEnginePort(handle, "small").release("r")
+    assert handle.released == ["r"]
+
+
+def test_importing_the_deployment_by_path_imports_no_vllm() -> None:
+    code = "import sys, deployments.router; print('vllm' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.split() == ["False", "False"]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class Engine:
+    """A Serve deployment that counts: token `100 + n` for the n-th, for ever when asked to."""
+
+    def __init__(self, first_token: int) -> None:
+        self._first = first_token
+        self._open = 0
+
+    async def generate(self, request: EngineRequest) -> Any:
+        self._open += 1
+        try:
+            for index in range(request.max_tokens):
+                await asyncio.sleep(0.05 if request.max_tokens > 50 else 0)
+                last = index == request.max_tokens - 1
+                reason: Any = "length" if last else None
+                yield EngineChunk(steps=(step(self._first + index),), finish_reason=reason)
+        finally:
+            self._open -= 1
+
+    async def release(self, request_id: str) -> None:
+        return None
+
+    async def take_ticket(self, request_id: str) -> None:
+        return None
+
+    async def describe(self) -> dict[str, int]:
+        return {"open": self._open}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, Any, Any]]:
+    """(url, small, large): the real router deployment over counting engines."""
+    import ray
+    from ray import serve
+
+    from cluster.config import CascadeConfig
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"port": 18431, "host": "127.0.0.1"})
+    model = {"accelerator": "cpu", "source": "quickstart:large", "dtype": "float32"}
+    config = CascadeConfig.model_validate(
+        {
+            "small": {**model, "name": "little", "max_model_len_tokens": 512},
+            "large": {**model, "name": "big", "max_model_len_tokens": 512},
+            "mapper": {"small_to_large": "identity"},
+            "handoff": {"min_handoff_tokens": 8},
+        }
+    )
+    engine = serve.deployment(Engine).options(ray_actor_options={"num_cpus": 0})
+    small = engine.options(name="small").bind(100)
+    large = engine.options(name="large").bind(300)
+    mapper = engine.options(name="mapper").bind(0)
+    router = serve.deployment(name="router", ray_actor_options={"num_cpus": 0})(
+        "deployments.router.Router"
+    )
+    try:
+        serve.run(router.bind(config.model_dump(mode="json"), small, large, mapper), name="app")
+        handles = [serve.get_deployment_handle(name, "app") for name in ("small", "large")]
+        yield "http://127.0.0.1:18431", *handles
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def ask(url: str, **fields: Any) -> httpx2.Response:
+    body = {"messages": [{"role": "user", "content": "Count, please."}], "model": "cascade"}
+    return httpx2.post(f"{url}/v1/chat/completions", json={**body, **fields}, timeout=60)
+
+
+@pytest.mark.real
+def test_the_deployment_named_by_path_answers_over_real_handles(served: Any) -> None:
+    url, _, _ = served
+    answer = ask(url, max_tokens=6, cascade={"escalate_after_tokens": 2}).json()
+    assert answer["cascade"]["served_by"] == [
+        {"model": "little", "tokens": 2},
+        {"model": "big", "tokens": 4},
+    ]
+    assert answer["cascade"]["handoff"]["reason"] == "no_ticket"
+    assert httpx2.get(f"{url}/health", timeout=60).status_code == 200
+
+
+@pytest.mark.real
+def test_metrics_hold_the_routes_that_were_taken(served: Any) -> None:
+    url, _, _ = served
+    ask(url, model="big", max_tokens=2)
+    end_s = time.monotonic() + 60
+    lines: list[str] = []
+    while not any('reason="named"' in line and 'model="big"' in line for line in lines):
+        assert time.monotonic() < end_s, lines
+        time.sleep(1)
+        text = httpx2.get(f"{url}/metrics", timeout=60).text
+        lines = [line for line in text.splitlines() if "kvcascade_route_total{" in line]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_the_engine(served: Any, stream: bool) -> None:
+    url, _, large = served
+    body = {
+        "messages": [{"role": "user", "content": "Count, please."}],
+        "model": "big",
+        "max_tokens": 400,
+        "stream": stream,
+    }
+    timeout = httpx2.Timeout(60, read=60 if stream else 3)
+    if stream:
+        with httpx2.stream(
+            "POST", f"{url}/v1/chat/completions", json=body, timeout=timeout
+        ) as response:
+            asked_s = time.monotonic()
+            lines = response.iter_lines()
+            first = next(line for line in lines if line)
+            print("first after", time.monotonic() - asked_s)
+            for _ in range(10):
+                print(time.monotonic() - asked_s, next(lines)[:30])
+            assert json.loads(first.removeprefix("data: "))["model"] == "big"
+            assert large.describe.remote().result()["open"] == 1
+    else:
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=timeout)
+    end_s = time.monotonic() + 10
+    while large.describe.remote().result()["open"]:
+        assert time.monotonic() < end_s, "the engine still writes for nobody"
+        time.sleep(0.1)
