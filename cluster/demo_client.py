@@ -58,14 +58,14 @@ class Answer:
 
 def connect(url: str) -> OpenAI:
     """The official client for the endpoint at `url`, past any proxy: the endpoint is local."""
-    import httpx
-    from openai import OpenAI
+    from openai import DefaultHttpxClient, OpenAI
 
     return OpenAI(
         base_url=f"{url}/v1",
         api_key="unused",
         max_retries=0,
-        http_client=httpx.Client(trust_env=False, timeout=_TIMEOUT_S),
+        timeout=_TIMEOUT_S,
+        http_client=DefaultHttpxClient(trust_env=False),
     )
 
 

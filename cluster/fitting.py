@@ -6,6 +6,7 @@ Knows the quickstart pair and the hub; holds no mathematics, and prints nothing 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -167,9 +168,12 @@ def _texts(text: Path | None, heldout: Path | None) -> tuple[list[str], list[str
 
 
 def _quickstart_texts() -> tuple[list[str], list[str]]:
+    """Calibration and held-out text, each in a fixed random order: a fit reads only a part."""
     from cluster.quickstart.text import calibration_texts, heldout_texts
 
-    return calibration_texts(), heldout_texts()
+    shuffle = random.Random(0).sample
+    calibration, unseen = calibration_texts(), heldout_texts()
+    return shuffle(calibration, len(calibration)), shuffle(unseen, len(unseen))
 
 
 def _folder(name: str) -> Path:

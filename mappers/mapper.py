@@ -4,8 +4,9 @@
 only: paged blocks are decoded and packed elsewhere. The number of CPU threads is the caller's.
 
 Shapes: S source layers, L target layers, T tokens, H KV heads, D head_dim, G head groups (1 for
-support `full`, H for `head_local`), K chosen source layers, F = K x elements of one group of one
-source layer, O elements of one group of one target layer.
+support `full`, H for `head_local`), w elements of one group of one source layer, F features: w of
+every chosen source layer, O elements of one group of one target layer, X of all its groups, N
+designs (distinct choices of source layers: 1 or L), M = L / N target layers of a design, P = M x O.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from mappers.geometry import KVGeometry
 from mappers.manifest import WEIGHTS_FILE, read_manifest
 from mappers.rope import Rope
 
-# Tokens per matrix product: large enough for full speed, small enough for gathered features of all
-# target layers to stay in tens of megabytes.
-_TOKENS_PER_STEP = 512
+# Tokens per matrix product: large enough for full speed, small enough for the gathered features of
+# all target layers to stay near the processor.
+_TOKENS_PER_STEP = 256
 
 
 class Mapper(Protocol):
@@ -93,13 +94,15 @@ class LinearMapper:
         self.compute_dtype = compute_dtype
         self._source_rope = Rope(source.rope, device)
         self._target_rope = Rope(target.rope, device)
+        self._device = torch.device(device)
         self._source_layers = weights.source_layers
-        self._layers_LK = torch.tensor(weights.source_layers, device=device)
-        self._k_weight_LGFO = weights.k_weight_LGFO.to(device, compute_dtype)
-        self._v_weight_LGFO = weights.v_weight_LGFO.to(device, compute_dtype)
-        self._k_bias_LGO = weights.k_bias_LGO.to(device, torch.float32)
-        self._v_bias_LGO = weights.v_bias_LGO.to(device, torch.float32)
-        self._groups = self._k_weight_LGFO.shape[1]
+        # Target layers that all read the same source layers are one design with wider outputs.
+        one_design = len(set(weights.source_layers)) == 1
+        self._designs = weights.source_layers[:1] if one_design else weights.source_layers
+        self._k_weight_NGFP = self._by_design(weights.k_weight_LGFO)
+        self._v_weight_NGFP = self._by_design(weights.v_weight_LGFO)
+        self._k_bias_LX = weights.k_bias_LGO.flatten(1).to(device, torch.float32)
+        self._v_bias_LX = weights.v_bias_LGO.flatten(1).to(device, torch.float32)
 
     @classmethod
     def load(
@@ -135,7 +138,7 @@ class LinearMapper:
     @property
     def flops_per_token(self) -> int:
         """Floating point operations of the matrix products for one token."""
-        return 2 * (self._k_weight_LGFO.numel() + self._v_weight_LGFO.numel())
+        return 2 * (self._k_weight_NGFP.numel() + self._v_weight_NGFP.numel())
 
     @torch.inference_mode()
     def apply(self, k_STHD: Tensor, v_STHD: Tensor, start_position: int) -> tuple[Tensor, Tensor]:
@@ -149,27 +152,36 @@ class LinearMapper:
             step = slice(begin, min(begin + _TOKENS_PER_STEP, tokens))
             positions = self._source_rope.positions(start_position + begin, step.stop - begin)
             free_STHD = self._source_rope.strip(k_STHD[:, step], positions)
-            mapped_LTHD = self._product(free_STHD, self._k_weight_LGFO, self._k_bias_LGO)
+            mapped_LTHD = self._product(free_STHD, self._k_weight_NGFP, self._k_bias_LX)
             out_k_LTHD[:, step] = self._target_rope.apply(mapped_LTHD, positions)
             out_v_LTHD[:, step] = self._product(
-                v_STHD[:, step], self._v_weight_LGFO, self._v_bias_LGO
+                v_STHD[:, step], self._v_weight_NGFP, self._v_bias_LX
             )
         return out_k_LTHD, out_v_LTHD
 
-    def _product(self, x_STHD: Tensor, weight_LGFO: Tensor, bias_LGO: Tensor) -> Tensor:
-        """Gather every target layer's features and multiply them in one batched product; fp32."""
-        layers, groups, features, outputs = weight_LGFO.shape
-        tokens = x_STHD.shape[1]
+    def _product(self, x_STHD: Tensor, weight_NGFP: Tensor, bias_LX: Tensor) -> Tensor:
+        """Gather the features of every design and multiply all in one batched product; fp32."""
+        designs, groups, features, _ = weight_NGFP.shape
+        tokens, layers = x_STHD.shape[1], self.target.layers
         x_STGw = x_STHD.to(self.compute_dtype).reshape(
             self.source.layers, tokens, groups, self.source.width // groups
         )
-        x_LGTKw = x_STGw[self._layers_LK].permute(0, 3, 2, 1, 4)
-        x_BTF = x_LGTKw.reshape(layers * groups, tokens, features)
-        y_BTO = torch.bmm(x_BTF, weight_LGFO.flatten(0, 1))
-        y_LGTO = y_BTO.view(layers, groups, tokens, outputs).float() + bias_LGO[:, :, None]
-        return y_LGTO.transpose(1, 2).reshape(
-            layers, tokens, self.target.kv_heads, self.target.head_dim
-        )
+        x_SGTw = x_STGw.transpose(1, 2)
+        x_NGTF = x_SGTw.new_empty(designs, groups, tokens, features)
+        for chosen, x_GTF in zip(self._designs, x_NGTF, strict=True):
+            torch.cat([x_SGTw[layer] for layer in chosen], dim=-1, out=x_GTF)
+        y_BTP = torch.bmm(x_NGTF.flatten(0, 1), weight_NGFP.flatten(0, 1))
+        y_NGTMO = y_BTP.view(designs, groups, tokens, layers // designs, -1)
+        y_LTX = y_NGTMO.permute(0, 3, 2, 1, 4).float().reshape(layers, tokens, -1)
+        y_LTX += bias_LX[:, None]
+        return y_LTX.view(layers, tokens, self.target.kv_heads, self.target.head_dim)
+
+    def _by_design(self, weight_LGFO: Tensor) -> Tensor:
+        """[L, G, F, O] -> [N, G, F, P], in the compute dtype."""
+        layers, groups, features, outputs = weight_LGFO.shape
+        shape = (len(self._designs), layers // len(self._designs), groups, features, outputs)
+        weight_NGFMO = weight_LGFO.view(shape).permute(0, 2, 3, 1, 4)
+        return weight_NGFMO.flatten(3).to(self._device, self.compute_dtype).contiguous()
 
     @torch.inference_mode()
     def apply_reference(
@@ -180,23 +192,33 @@ class LinearMapper:
         free_STHD = self._source_rope.strip(k_STHD, positions)
         keys, values = [], []
         for layer, chosen in enumerate(self._source_layers):
-            k_parts, v_parts = [], []
-            for group in range(self._groups):
-                width = self.source.kv_heads // self._groups
-                heads = slice(group * width, (group + 1) * width)
-                x_k = torch.cat([free_STHD[s, :, heads].flatten(1) for s in chosen], dim=1)
-                x_v = torch.cat([v_STHD[s, :, heads].float().flatten(1) for s in chosen], dim=1)
-                k_parts.append(
-                    x_k @ self._k_weight_LGFO[layer, group].float() + self._k_bias_LGO[layer, group]
-                )
-                v_parts.append(
-                    x_v @ self._v_weight_LGFO[layer, group].float() + self._v_bias_LGO[layer, group]
-                )
-            shape = (-1, self.target.kv_heads, self.target.head_dim)
-            k_THD = torch.cat(k_parts, dim=1).view(shape)
+            k_THD = self._one_layer(free_STHD, layer, chosen, self._k_weight_NGFP, self._k_bias_LX)
+            v_THD = self._one_layer(v_STHD, layer, chosen, self._v_weight_NGFP, self._v_bias_LX)
             keys.append(self._target_rope.apply(k_THD, positions).to(self.dtype))
-            values.append(torch.cat(v_parts, dim=1).view(shape).to(self.dtype))
+            values.append(v_THD.to(self.dtype))
         return torch.stack(keys), torch.stack(values)
+
+    def _one_layer(
+        self,
+        x_STHD: Tensor,
+        layer: int,
+        chosen: tuple[int, ...],
+        weight_NGFP: Tensor,
+        bias_LX: Tensor,
+    ) -> Tensor:
+        """One target layer, one head group after the other, in fp32."""
+        designs, groups = weight_NGFP.shape[:2]
+        design, member = (0, layer) if designs == 1 else (layer, 0)
+        outputs = self.target.width // groups
+        parts = []
+        for group in range(groups):
+            share = self.source.kv_heads // groups
+            heads = slice(group * share, (group + 1) * share)
+            x_TF = torch.cat([x_STHD[s, :, heads].float().flatten(1) for s in chosen], dim=1)
+            columns = slice(member * outputs, (member + 1) * outputs)
+            parts.append(x_TF @ weight_NGFP[design, group, :, columns].float())
+        y_TX = torch.cat(parts, dim=1) + bias_LX[layer]
+        return y_TX.view(-1, self.target.kv_heads, self.target.head_dim)
 
 
 def _require_shape(geometry: KVGeometry, k_STHD: Tensor, v_STHD: Tensor) -> None:

@@ -146,6 +146,7 @@ class Cascade:
 
     async def info(self) -> CascadeInfo:
         """Who wrote what, and why; waits a moment for the costs of a handoff."""
+        self._settle_stopped()
         decision = self._decision
         return CascadeInfo(
             served_by=[
@@ -281,6 +282,11 @@ class Cascade:
         role: Role = "small" if decision.action == "stay" else "large"
         self._site.recorder.route(model=self._site.names[role], reason=decision.reason)
 
+    def _settle_stopped(self) -> None:
+        """The reader stopped (at a stop string) while the small model still wrote."""
+        if self._decision is None and self._sent:
+            self._settle(replace(self._policy.on_complete("stop"), action="stay"))
+
     def _send(self, role: Role, chunk: EngineChunk) -> Piece:
         self._sent.extend(step.token_id for step in chunk.steps)
         self._by_model[role] += len(chunk.steps)
@@ -295,3 +301,4 @@ class Cascade:
             await self._takeover.close()
         if self._kept and not taken:
             await self._site.small.release(self._small_id)
+        self._settle_stopped()

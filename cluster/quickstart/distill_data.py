@@ -87,11 +87,20 @@ def batches(rows: list[Row], rng: random.Random) -> Iterator[list[Row]]:
 class TeacherCache:
     """Hidden states of the large model at every second position of a row, computed once per row."""
 
-    def __init__(self, file: Path, states: Callable[[Tensor], Tensor], limit_bytes: int) -> None:
-        """`states` maps tokens [N, T] to bf16 [N, T, S, E]; past `limit_bytes` nothing is kept."""
+    def __init__(
+        self,
+        file: Path,
+        states: Callable[[Tensor], Tensor],
+        shape: tuple[int, int],
+        limit_bytes: int,
+    ) -> None:
+        """`states` maps tokens [N, T] to bf16 [N, T, S, E]; `shape` is (S, E).
+
+        Past `limit_bytes` nothing more is kept.
+        """
         self._states = states
+        self._shape = shape
         self._offsets: dict[Row, int] = {}
-        self._file = file
         self._limit = limit_bytes // 2
         self._used = 0
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,8 +123,6 @@ class TeacherCache:
                     self._kept[self._used : self._used + state_PSE.numel()] = state_PSE.flatten()
                     self._offsets[row] = self._used
                     self._used += state_PSE.numel()
-        width = next(iter(fresh.values())).shape[1:] if fresh else self._shape
-        self._shape = width
         return torch.cat([fresh[row] if row in fresh else self._read(row) for row in rows])
 
     def _read(self, row: Row) -> Tensor:

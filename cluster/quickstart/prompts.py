@@ -10,38 +10,41 @@ import random
 TOPICS = tuple(
     topic.strip()
     for topic in """
-bread; growing tomatoes; learning to swim; the water cycle; photosynthesis; black holes; volcanoes;
-the French Revolution; the Roman Empire; the Silk Road; the printing press; steam engines; bicycles;
-electric cars; solar panels; wind turbines; recycling; composting; honey bees; whales; penguins;
-octopuses; dinosaurs; wolves; house cats; training a puppy; horses; butterflies; earthworms; coral
-reefs; rainforests; deserts; glaciers; earthquakes; hurricanes; rainbows; the seasons; the Moon; Mars;
-comets; gravity; magnets; electricity; batteries; light bulbs; radio waves; atoms; chemical bonds;
-acids and bases; DNA; vaccines; the immune system; the human heart; sleep; dreams; healthy breakfasts;
-vegetarian cooking; making soup; baking cookies; coffee; green tea; chocolate; cheese; olive oil;
-spices; rice; pasta sauce; pizza; salads; picnics; camping; hiking; running a marathon; yoga;
-meditation; stress; headaches; back pain; first aid; washing hands; brushing teeth; saving money;
-budgets; credit cards; inflation; taxes; starting a small business; job interviews; writing a resume;
-time management; public speaking; negotiation; teamwork; remote work; email etiquette; friendship;
-parenting; teaching children to read; bedtime stories; board games; chess; playing the guitar; the
-piano; jazz; opera; painting with watercolors; drawing faces; photography; pottery; knitting; sewing;
-woodworking; painting a room; fixing a leaky tap; choosing a mattress; moving to a new city; buying a
-used car; travel to Japan; visiting Paris; the Grand Canyon; the Amazon river; Antarctica; Iceland;
-ancient Egypt; the Maya; Vikings; samurai; pirates; castles; the Great Wall of China; the Apollo
-missions; the Industrial Revolution; World War I; democracy; constitutions; human rights; the United
-Nations; newspapers; libraries; poetry; Shakespeare; fairy tales; science fiction; detective novels;
-grammar; learning Spanish; sign language; maps; compasses; calendars; clocks; fractions; prime numbers;
-probability; averages; triangles; the Pythagorean theorem; algebra; statistics; computers; the
-internet; passwords; phishing emails; backups; spreadsheets; search engines; artificial intelligence;
-robots; video games; smartphones; open source software; the Linux command line; text files; Python
-lists; Python dictionaries; sorting numbers; reading a CSV file; recursion; databases; SQL queries;
-regular expressions; web pages; HTML forms; unit tests; version control; debugging; cloud computing;
-bridges; skyscrapers; trains; airplanes; ships; traffic jams; city parks; gardens; roses; mushrooms;
-trees; autumn leaves; snow; fog; rivers; lakes; beaches; fishing; sailing; surfing; football;
-basketball; tennis; the Olympic Games; skiing; climbing; dancing; theater; movies; birthdays; weddings;
-New Year; holidays with children; gift ideas; house plants; aquariums; bird watching; astronomy for
-beginners; weather forecasts; recycling glass; paper; plastics; steel; glass; cotton; silk; leather;
-soap; perfume; candles; salt; sugar; water; air; fire; insulation; heating a house; refrigerators;
-washing machines; microwave ovens; glasses; hearing; the brain; memory; habits; curiosity; kindness
+bread; growing tomatoes; learning to swim; the water cycle; photosynthesis; black holes;
+volcanoes; the French Revolution; the Roman Empire; the Silk Road; the printing press; steam
+engines; bicycles; electric cars; solar panels; wind turbines; recycling; composting; honey
+bees; whales; penguins; octopuses; dinosaurs; wolves; house cats; training a puppy; horses;
+butterflies; earthworms; coral reefs; rainforests; deserts; glaciers; earthquakes; hurricanes;
+rainbows; the seasons; the Moon; Mars; comets; gravity; magnets; electricity; batteries; light
+bulbs; radio waves; atoms; chemical bonds; acids and bases; DNA; vaccines; the immune system;
+the human heart; sleep; dreams; healthy breakfasts; vegetarian cooking; making soup; baking
+cookies; coffee; green tea; chocolate; cheese; olive oil; spices; rice; pasta sauce; pizza;
+salads; picnics; camping; hiking; running a marathon; yoga; meditation; stress; headaches; back
+pain; first aid; washing hands; brushing teeth; saving money; budgets; credit cards; inflation;
+taxes; starting a small business; job interviews; writing a resume; time management; public
+speaking; negotiation; teamwork; remote work; email etiquette; friendship; parenting; teaching
+children to read; bedtime stories; board games; chess; playing the guitar; the piano; jazz;
+opera; painting with watercolors; drawing faces; photography; pottery; knitting; sewing;
+woodworking; painting a room; fixing a leaky tap; choosing a mattress; moving to a new city;
+buying a used car; travel to Japan; visiting Paris; the Grand Canyon; the Amazon river;
+Antarctica; Iceland; ancient Egypt; the Maya; Vikings; samurai; pirates; castles; the Great Wall
+of China; the Apollo missions; the Industrial Revolution; World War I; democracy; constitutions;
+human rights; the United Nations; newspapers; libraries; poetry; Shakespeare; fairy tales;
+science fiction; detective novels; grammar; learning Spanish; sign language; maps; compasses;
+calendars; clocks; fractions; prime numbers; probability; averages; triangles; the Pythagorean
+theorem; algebra; statistics; computers; the internet; passwords; phishing emails; backups;
+spreadsheets; search engines; artificial intelligence; robots; video games; smartphones; open
+source software; the Linux command line; text files; Python lists; Python dictionaries; sorting
+numbers; reading a CSV file; recursion; databases; SQL queries; regular expressions; web pages;
+HTML forms; unit tests; version control; debugging; cloud computing; bridges; skyscrapers;
+trains; airplanes; ships; traffic jams; city parks; gardens; roses; mushrooms; trees; autumn
+leaves; snow; fog; rivers; lakes; beaches; fishing; sailing; surfing; football; basketball;
+tennis; the Olympic Games; skiing; climbing; dancing; theater; movies; birthdays; weddings; New
+Year; holidays with children; gift ideas; house plants; aquariums; bird watching; astronomy for
+beginners; weather forecasts; recycling glass; paper; plastics; steel; glass; cotton; silk;
+leather; soap; perfume; candles; salt; sugar; water; air; fire; insulation; heating a house;
+refrigerators; washing machines; microwave ovens; glasses; hearing; the brain; memory; habits;
+curiosity; kindness
 """.replace("\n", " ").split(";")
 )
 
@@ -71,7 +74,7 @@ QUESTIONS = (
     "How could {0} be connected to {1}?",
     "Compare {0} with {1}.",
     "My friend asked me about {0} and I did not know what to say. What would you answer?",
-    "I have to choose between a book about {0} and one about {1}. Which one do you suggest and why?",
+    "I can read a book about {0} or one about {1}. Which one do you suggest, and why?",
     "Write step-by-step instructions for someone who is new to {0}.",
     "What mistakes do people make with {0}?",
     "What would happen if {0} did not exist?",

@@ -18,21 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 import typer
 from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.quickstart import llama
 from cluster.quickstart.prompts import document_request, follow_up, question
+from cluster.quickstart.text import SYSTEM, Messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, str]]
-
 HELDOUT_EVERY = 10
-_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 @dataclass
@@ -64,7 +62,7 @@ def sample(
 
     def turn(talk: Talk, content: str) -> None:
         text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        head = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n" if not talk.messages else "\n"
+        head = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n" if not talk.messages else "\n"
         talk.messages.append({"role": "user", "content": content})
         talk.forced = tokenizer(head + text).input_ids
 
@@ -95,7 +93,7 @@ def sample(
 
 
 def _close(talk: Talk, tokenizer: PreTrainedTokenizerBase) -> None:
-    content = tokenizer.decode(talk.answer).strip()
+    content = str(tokenizer.decode(talk.answer)).strip()
     talk.messages.append({"role": "assistant", "content": content})
     talk.answer = []
 

@@ -56,7 +56,10 @@ def long_conversation_messages(
     if target_tokens < 128:
         raise ValueError(f"A conversation of {target_tokens} tokens is too short: ask for 128.")
     rng = random.Random(seed)
-    head = {"role": "system", "content": f"Conversation {rng.randrange(10**6)}. {SYSTEM}."}
+    head: dict[str, str] = {
+        "role": "system",
+        "content": f"Conversation {rng.randrange(10**6)}. {SYSTEM}.",
+    }
     tail = {"role": "user", "content": rng.choice(_QUESTIONS)}
     said: Messages = []
 
@@ -73,7 +76,8 @@ def long_conversation_messages(
             continue
         words = tokenizer(said[-1]["content"]).input_ids
         if excess < len(words):
-            said[-1] = said[-1] | {"content": tokenizer.decode(words[: len(words) - excess])}
+            kept = str(tokenizer.decode(words[: len(words) - excess]))
+            said[-1] = {"role": "assistant", "content": kept}
         # A cut between two tokens of one character can read back as more tokens than were kept.
         if excess_tokens() > 0:
             said = said[:-2]
@@ -89,7 +93,7 @@ def _exchanges(rng: random.Random) -> Iterator[Messages]:
             {"role": "user", "content": f"What does the Python manual say about {topic}?"},
             {"role": "assistant", "content": passage},
         ]
-        for topic, passage in _passages(heldout=True)
+        for topic, passage in passages(heldout=True)
     ]
     everything = chats + manual
     while True:
@@ -98,7 +102,7 @@ def _exchanges(rng: random.Random) -> Iterator[Messages]:
 
 def _texts(*, heldout: bool) -> list[str]:
     chats = [_chatml(talk) for talk in _sampled(heldout=heldout)]
-    return chats + [passage for _, passage in _passages(heldout=heldout)]
+    return chats + [passage for _, passage in passages(heldout=heldout)]
 
 
 def _sampled(*, heldout: bool) -> list[Messages]:
@@ -113,7 +117,7 @@ def _chatml(talk: Messages) -> str:
     return "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
 
 
-def _passages(*, heldout: bool) -> list[tuple[str, str]]:
+def passages(*, heldout: bool) -> list[tuple[str, str]]:
     """Pairs of topic and passage; a topic belongs to one split as a whole."""
     from pydoc_data.topics import topics
 

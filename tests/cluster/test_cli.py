@@ -84,7 +84,7 @@ def test_validate_of_a_bad_file_ends_with_2_and_names_the_key(tmp_path: Path) ->
     result = run("validate", str(path))
     assert result.exit_code == 2
     assert "PROBLEM args.smal: unknown key" in result.stdout
-    assert "4 problems" in result.stdout
+    assert "problems: 4;" in result.stdout
 
 
 def test_strict_validation_fails_on_what_could_not_be_checked(

