@@ -35,8 +35,8 @@ class TicketDesk:
     """Futures of tickets by request id; one event loop."""
 
     def __init__(self, *, lease_s: float) -> None:
-        path = Path(tempfile.gettempdir()) / f"kvcascade-{uuid.uuid4().hex}.sock"
-        self.address = f"ipc://{path}"
+        self._path = Path(tempfile.gettempdir()) / f"kvcascade-{uuid.uuid4().hex}.sock"
+        self.address = f"ipc://{self._path}"
         self._lease_s = lease_s
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
@@ -104,3 +104,9 @@ class TicketDesk:
             for request_id, at in list(self._arrived.items()):
                 if now - at > self._lease_s:
                     self.forget(request_id)
+
+    def close(self) -> None:
+        """Stop collecting and remove the socket."""
+        self._task.cancel()
+        self._context.destroy(linger=0)
+        self._path.unlink(missing_ok=True)

@@ -94,7 +94,7 @@ class Trainer:
         with torch.no_grad():
             large = llama.norm(target_PSE[picked, -1], self.large_norm)
         kl: Tensor = _HeadKl.apply(small, large, self.embed)  # type: ignore[no-untyped-call]
-        (kl + HIDDEN_WEIGHT * hidden / len(TAKEN)).backward()  # type: ignore[no-untyped-call]
+        (kl + HIDDEN_WEIGHT * hidden / len(TAKEN)).backward()
         self._average_gradients()
         torch.nn.utils.clip_grad_norm_(self.adapter.values(), 1.0)
         warm = min(1.0, (self.steps + 1) / _WARM_UP_STEPS)
