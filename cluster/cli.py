@@ -54,6 +54,9 @@ app = typer.Typer(
 app.command()(fit)
 app.command()(score)
 
+PortOption = Annotated[
+    int | None, typer.Option(help="HTTP port instead of the file's.", min=1, max=65535)
+]
 ConfigArgument = Annotated[
     Path, typer.Argument(help="A Serve config file.", show_default="cluster/quickstart.yaml")
 ]
@@ -124,9 +127,7 @@ def serve(
         str,
         typer.Option(help="Ray cluster to deploy to: `auto` or host:port. Unset: start one here."),
     ] = "local",
-    port: Annotated[
-        int | None, typer.Option(help="HTTP port instead of the file's.", min=1, max=65535)
-    ] = None,
+    port: PortOption = None,
 ) -> None:
     """Deploy a config file and serve until Ctrl-C."""
     from cluster import local

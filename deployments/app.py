@@ -47,11 +47,13 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
 
 def _engine(model: ModelConfig, cascade: CascadeConfig) -> Any:
     role = "small" if model is cascade.small else "large"
-    actor_options = _actor_options(model.placement)
+    placement = model.placement
+    # With a placement group, labels select its bundles' nodes and not the actor's.
+    actor_options = _actor_options(placement.model_copy(update={"label_selector": {}}))
     env = {**cascade.transport.ucx_env, **model.env}
     if env:
         actor_options["runtime_env"] = {"env_vars": env}
-    first = {"CPU": model.placement.num_cpus, **model.placement.resources}
+    first = {"CPU": placement.num_cpus, **placement.resources}
     bundles = [first]
     if model.accelerator == "gpu":
         gpu = {"GPU": 1.0}
@@ -64,6 +66,9 @@ def _engine(model: ModelConfig, cascade: CascadeConfig) -> Any:
         ray_actor_options=actor_options,
         placement_group_bundles=bundles,
         placement_group_strategy="PACK",
+        placement_group_bundle_label_selector=(
+            [dict(placement.label_selector)] * len(bundles) if placement.label_selector else None
+        ),
         health_check_timeout_s=120,
     )("deployments.engine.Engine")
 

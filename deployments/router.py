@@ -88,9 +88,7 @@ class Router:
         site = Site(
             small=RayEnginePort(small, cascade.small.name),
             large=RayEnginePort(large, cascade.large.name),
-            handoffs=RayHandoffPort(
-                small, mapper, deadline_s=cascade.handoff.deadline_s
-            ),
+            handoffs=RayHandoffPort(small, mapper, deadline_s=cascade.handoff.deadline_s),
             names={"small": cascade.small.name, "large": cascade.large.name},
             small_context_tokens=cascade.small.max_model_len_tokens,
             min_handoff_tokens=cascade.handoff.min_handoff_tokens,

@@ -1,0 +1,92 @@
+"""The builder: what Serve is asked for, and that building stays light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve._private.build_app import build_app
+
+from cluster.errors import ConfigError
+from deployments.app import DEPLOYMENTS, build_cascade_app
+
+CPU_MODEL = {"accelerator": "cpu", "source": "x", "max_model_len_tokens": 64}
+
+
+def args(**changes: Any) -> dict[str, Any]:
+    return {
+        "small": {"name": "s", **CPU_MODEL},
+        "large": {"name": "l", **CPU_MODEL},
+        "mapper": {"small_to_large": "identity"},
+        **changes,
+    }
+
+
+def built(config: dict[str, Any]) -> dict[str, Any]:
+    app = build_app(build_cascade_app(config), name="a")
+    return {deployment.name: deployment for deployment in app.deployments}
+
+
+def test_the_application_has_exactly_the_documented_deployments() -> None:
+    assert sorted(built(args())) == sorted(DEPLOYMENTS)
+
+
+def test_every_engine_gets_a_bundle_per_gpu_with_its_resources_in_the_first() -> None:
+    large = {
+        "name": "l",
+        "source": "x",
+        "tensor_parallel_size": 2,
+        "accelerator_type": "H200",
+        "placement": {"num_cpus": 1, "resources": {"large_node": 0.01}},
+    }
+    config = built(args(large=large))["large"]._replica_config
+    gpu = {"GPU": 1.0, "accelerator_type:H200": 0.001}
+    assert config.placement_group_bundles == [{"CPU": 1.0, "large_node": 0.01, **gpu}, gpu]
+
+
+def test_labels_choose_the_node_of_every_bundle() -> None:
+    model = {"name": "s", **CPU_MODEL, "placement": {"label_selector": {"role": "small"}}}
+    config = built(args(small=model))["small"]._replica_config
+    assert config.placement_group_bundle_label_selector == [{"role": "small"}]
+    assert "label_selector" not in config.ray_actor_options
+
+
+def test_a_mapper_takes_as_many_calls_as_it_may_queue_and_drains_for_a_whole_handoff() -> None:
+    mapper = {
+        "small_to_large": "identity",
+        "max_concurrent_handoffs": 3,
+        "max_queued_handoffs": 5,
+        "num_gpus": 1,
+    }
+    config = args(mapper=mapper, handoff={"deadline_s": 17.0})
+    deployment = built(config)["mapper"]
+    assert deployment._deployment_config.max_ongoing_requests == 8
+    assert deployment._deployment_config.graceful_shutdown_timeout_s == 17.0
+    assert deployment._replica_config.ray_actor_options["num_gpus"] == 1
+
+
+def test_a_wrong_key_is_one_line_that_names_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_cascade_app(args(rooter={}))
+    assert str(caught.value) == "args.rooter: unknown key; remove it or correct its spelling"
+
+
+@pytest.mark.parametrize("file", ["ray_config.yaml", "cluster/quickstart.yaml"])
+def test_building_a_shipped_config_imports_neither_vllm_nor_torch(
+    repository: Path, file: str
+) -> None:
+    document = yaml.safe_load((repository / file).read_text())
+    code = (
+        "import sys, json\n"
+        "from deployments.app import build_cascade_app\n"
+        f"build_cascade_app({document['applications'][0]['args']!r})\n"
+        "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
