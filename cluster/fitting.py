@@ -69,6 +69,7 @@ def fit_pair(
     if support not in ("full", "head_local"):
         raise MapperError(f"support {support!r}: choose `full` or `head_local`")
     calibration, unseen = _texts(text, heldout)
+    _hide_loading_bars()
     return fit(
         _folder(source),
         _folder(target),
@@ -104,6 +105,7 @@ def score_pair(
     from mappers.score import score_mapper
     from mappers.store import load_mapper
 
+    _hide_loading_bars()
     source_dir, target_dir = _folder(source), _folder(target)
     loaded = load_mapper(
         resolve_mapper(mapper), fingerprint(source_dir), fingerprint(target_dir), device
@@ -120,6 +122,12 @@ def score_pair(
             prefix_tokens=prefix_tokens,
             advance=lambda done: progress.advance(task, done),
         )
+
+
+def _hide_loading_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def read_texts(path: Path) -> list[str]:

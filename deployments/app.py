@@ -7,7 +7,7 @@ one deployment and leaves the others running.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.serve import Application
@@ -27,7 +27,8 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
     mapper_options = _actor_options(cascade.mapper.placement)
     if cascade.mapper.num_gpus:
         mapper_options["num_gpus"] = cascade.mapper.num_gpus
-    mapper = serve.deployment(
+    mapper = _by_path(
+        "deployments.mapper.MapperServer",
         name="mapper",
         max_ongoing_requests=(
             cascade.mapper.max_concurrent_handoffs + cascade.mapper.max_queued_handoffs
@@ -35,17 +36,24 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
         ray_actor_options=mapper_options,
         graceful_shutdown_timeout_s=cascade.handoff.deadline_s,
         health_check_timeout_s=60,
-    )("deployments.mapper.MapperServer").bind(config)
-    router = serve.deployment(
+    ).bind(config)
+    router = _by_path(
+        "deployments.router.Router",
         name="router",
         max_ongoing_requests=cascade.router.max_ongoing_requests,
         ray_actor_options=_actor_options(cascade.router.placement),
         health_check_timeout_s=60,
-    )("deployments.router.Router")
+    )
     return router.bind(config, small, large, mapper)
 
 
-def _engine(model: ModelConfig, cascade: CascadeConfig) -> Any:
+def _by_path(path: str, **options: Any) -> serve.Deployment:
+    """A deployment of the class at an import path, which only its replicas import."""
+    deployment: serve.Deployment = serve.deployment(**options)(cast(Any, path))
+    return deployment
+
+
+def _engine(model: ModelConfig, cascade: CascadeConfig) -> serve.Deployment:
     role = "small" if model is cascade.small else "large"
     placement = model.placement
     # With a placement group, labels select its bundles' nodes and not the actor's.
@@ -60,17 +68,20 @@ def _engine(model: ModelConfig, cascade: CascadeConfig) -> Any:
         if model.accelerator_type:
             gpu[f"accelerator_type:{model.accelerator_type}"] = 0.001
         bundles = [first | gpu, *(gpu.copy() for _ in range(model.tensor_parallel_size - 1))]
-    return serve.deployment(
+    options: dict[str, Any] = {}
+    if placement.label_selector:
+        labels = [dict(placement.label_selector)] * len(bundles)
+        options["placement_group_bundle_label_selector"] = labels
+    return _by_path(
+        "deployments.engine.Engine",
         name=role,
         max_ongoing_requests=model.max_ongoing_requests,
         ray_actor_options=actor_options,
         placement_group_bundles=bundles,
         placement_group_strategy="PACK",
-        placement_group_bundle_label_selector=(
-            [dict(placement.label_selector)] * len(bundles) if placement.label_selector else None
-        ),
+        **options,
         health_check_timeout_s=120,
-    )("deployments.engine.Engine")
+    )
 
 
 def _actor_options(placement: PlacementConfig) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class SchedulerHalf:
         )
         whole = covered // self._block_size_tokens * self._block_size_tokens
         self._local_tokens[request.request_id] = local_tokens
-        return max(0, whole - local_tokens)
+        return max(0, int(whole) - local_tokens)
 
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """vLLM calls this twice for a load; only the call that brings tokens counts."""

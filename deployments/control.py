@@ -113,9 +113,7 @@ async def tell(context: zmq.asyncio.Context, address: str, message: Any) -> None
         socket.close()
 
 
-async def ask(
-    context: zmq.asyncio.Context, address: str, message: Any, *, timeout_s: float
-) -> Any:
+async def ask(context: zmq.asyncio.Context, address: str, message: Any, *, timeout_s: float) -> Any:
     """Send one message to a ControlServer and return its answer; raises TimeoutError."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

@@ -12,6 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import torch
 import zmq
@@ -156,8 +157,9 @@ class Converter:
         handoff_id = pipeline.order.handoff_id
         started = time.perf_counter()
         work = asyncio.create_task(self._work(pipeline))
+        ends: set[asyncio.Future[Any]] = {work, pipeline.stop}
         done, _ = await asyncio.wait(
-            {work, pipeline.stop},
+            ends,
             timeout=self._handoff.deadline_s,
             return_when=asyncio.FIRST_COMPLETED,
         )

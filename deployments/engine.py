@@ -30,7 +30,7 @@ from router.ports import EngineChunk, EngineRequest, TokenStep
 log = logging.getLogger("kvcascade.engine")
 
 
-class Engine(LLMServer):  # type: ignore[misc]  # Ray Serve LLM ships without type information
+class Engine(LLMServer):
     """One replica of the small or the large model."""
 
     async def __init__(self, config: dict[str, Any], role: str) -> None:
@@ -50,6 +50,7 @@ class Engine(LLMServer):  # type: ignore[misc]  # Ray Serve LLM ships without ty
             ),
             engine_cls=CascadeVLLMEngine,
         )
+        assert isinstance(self.engine, CascadeVLLMEngine)
         self._client = self.engine.client
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineChunk]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
@@ -20,7 +20,7 @@ from cluster.config import CascadeConfig, ModelConfig
 from cluster.sources import kv_bytes_per_token
 
 
-class NoNodeInit(CallbackBase):  # type: ignore[misc]  # untyped base
+class NoNodeInit(CallbackBase):
     """The model is a local folder or vLLM fetches it: no extra task per node is needed."""
 
     async def on_before_node_init(self) -> None:
@@ -79,17 +79,15 @@ def llm_config(
     )
 
 
-class CascadeVLLMEngine(VLLMEngine):  # type: ignore[misc]  # untyped base
-    """Ray's vLLM engine without an OpenAI front."""
+class CascadeVLLMEngine(VLLMEngine):
+    """Ray's vLLM engine without an OpenAI front. `client` is vLLM's AsyncLLM, after `start`."""
 
-    @property
-    def client(self) -> Any:
-        """vLLM's AsyncLLM."""
-        return self._engine_client
+    client: Any
 
     async def start(self) -> None:
         """Start the engine core; raises what vLLM raises when it cannot."""
         callback = self.llm_config.get_or_create_callback()
+        assert callback is not None and callback.ctx is not None
         await callback.run_callback("on_before_node_init")
         if callback.ctx.run_init_node:
             from ray.llm._internal.serve.utils.node_initialization_utils import initialize_node
@@ -98,9 +96,10 @@ class CascadeVLLMEngine(VLLMEngine):  # type: ignore[misc]  # untyped base
         await callback.run_callback("on_after_node_init")
         engine_args, _, vllm_config = self._prepare_engine_config(callback.ctx)
         with self._cpu_environment(vllm_config):
-            self._engine_client = self._start_async_llm_engine(
-                engine_args, vllm_config, callback.ctx.placement_group
+            self.client = self._start_async_llm_engine(
+                engine_args, vllm_config, cast(Any, callback.ctx.placement_group)
             )
+        self._engine_client = cast(Any, self.client)
         self._running = True
 
     @contextmanager

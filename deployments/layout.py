@@ -96,9 +96,7 @@ class BlockCodec:
     faster than `gather=True`, the plain statement of what packing means.
     """
 
-    def __init__(
-        self, worker: WorkerLayout, device: torch.device, *, gather: bool = False
-    ) -> None:
+    def __init__(self, worker: WorkerLayout, device: torch.device, *, gather: bool = False) -> None:
         self.worker = worker
         self._to_packed_S: Tensor | None = None
         self._to_plain_S: Tensor | None = None

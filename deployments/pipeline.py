@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -172,9 +173,7 @@ class Pipeline:
     ) -> None:
         ticket, layout = self.order.ticket, self.order.ticket.layout
         size, step = layout.block_size_tokens, self.shop.chunk_tokens
-        await self._require_held(
-            Claim(ticket_id=ticket.ticket_id, lease_s=self.shop.deadline_s)
-        )
+        await self._require_held(Claim(ticket_id=ticket.ticket_id, lease_s=self.shop.deadline_s))
         for first in range(0, self.order.covered_tokens, step):
             last = min(first + step, self.order.covered_tokens)
             if self.target.done():
@@ -199,9 +198,7 @@ class Pipeline:
     async def _require_held(self, message: Claim | Release) -> None:
         address = self.order.ticket.layout.control_address
         try:
-            answer = await ask(
-                self.shop.context, address, message, timeout_s=_CONTROL_TIMEOUT_S
-            )
+            answer = await ask(self.shop.context, address, message, timeout_s=_CONTROL_TIMEOUT_S)
         except TimeoutError:
             raise HandoffRefused("source_silent", "the source does not answer") from None
         if not isinstance(answer, Verdict) or not answer.held:
@@ -215,7 +212,7 @@ class Pipeline:
         out: asyncio.Queue[_MappedChunk | None],
     ) -> None:
         while (chunk := await raw.get()) is not None:
-            spent_s, (k_LTHD, v_LTHD) = await _timed(self._compute(lambda: self._apply(chunk)))
+            spent_s, (k_LTHD, v_LTHD) = await _timed(self._compute(partial(self._apply, chunk)))
             self.tally.map_s += spent_s
             free_raw.put_nowait(chunk.pool)
             spent_s, target = await _timed(self.target)
@@ -231,7 +228,7 @@ class Pipeline:
             wanted = slice(first - chunk.first_token, last - chunk.first_token)
             k_LTHD, v_LTHD = k_LTHD[:, wanted], v_LTHD[:, wanted]
             spent_s, _ = await _timed(
-                self._compute(lambda: self._encode(target.layout, k_LTHD, v_LTHD, buffers))
+                self._compute(partial(self._encode, target.layout, k_LTHD, v_LTHD, buffers))
             )
             self.tally.map_s += spent_s
             self.tally.chunks += 1
@@ -253,9 +250,7 @@ class Pipeline:
     def _apply(self, chunk: _RawChunk) -> tuple[Tensor, Tensor]:
         tokens = chunk.last_token - chunk.first_token
         k_LTHD, v_LTHD = self.shop.codec(self.order.ticket.layout).decode(chunk.buffers)
-        result = self.shop.mapper.apply(
-            k_LTHD[:, :tokens], v_LTHD[:, :tokens], chunk.first_token
-        )
+        result = self.shop.mapper.apply(k_LTHD[:, :tokens], v_LTHD[:, :tokens], chunk.first_token)
         self._synchronize()
         return result
 

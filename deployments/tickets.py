@@ -79,9 +79,7 @@ class TicketDesk:
         await self.take(request_id)
         layout = await asyncio.wait_for(asyncio.shield(self._layout), _ANSWER_TIMEOUT_S)
         message = Release(ticket_id=request_id)
-        await ask(
-            self._context, layout.control_address, message, timeout_s=_ANSWER_TIMEOUT_S
-        )
+        await ask(self._context, layout.control_address, message, timeout_s=_ANSWER_TIMEOUT_S)
 
     def forget(self, request_id: str) -> None:
         """No answer will come for this request, or nobody wants it."""

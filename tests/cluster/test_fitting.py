@@ -85,16 +85,15 @@ def test_the_quickstart_mapper_is_fitted_once(
     def fit_small(source: str, target: str, out: Path, **options: Any) -> None:
         fits.append(out)
         assert (source, target) == ("small", "large")
-        with pytest.warns(UserWarning, match="calibration tokens per feature"):
-            fit_pair(
-                str(files / "small"),
-                str(files / "large"),
-                out,
-                k=1,
-                tokens=256,
-                text=files / "text.jsonl",
-                **options,
-            )
+        fit_pair(
+            str(files / "small"),
+            str(files / "large"),
+            out,
+            k=1,
+            tokens=512,
+            text=files / "text.jsonl",
+            **options,
+        )
 
     models = PairPaths(small=files / "small", large=files / "large")
     monkeypatch.setenv("KVCASCADE_HOME", str(tmp_path))

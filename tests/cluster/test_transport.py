@@ -22,9 +22,7 @@ class Passive:
         self.name = f"passive-{uuid.uuid4().hex}"
         self.agent: Any = make_agent(self.name, progress_thread=True, progress_delay_us=1_000)
         self.agent.register_memory([(self.memory.data_ptr(), SIZE, 0, "")], "DRAM")
-        self.peer = Peer(
-            name=self.name, metadata=self.agent.get_agent_metadata(), memory="DRAM"
-        )
+        self.peer = Peer(name=self.name, metadata=self.agent.get_agent_metadata(), memory="DRAM")
 
 
 @pytest.fixture

@@ -110,9 +110,7 @@ async def run(
     stream = made.convert(order)
     address = await anext(stream)
     assert isinstance(address, MapperAddress)
-    target.announce(
-        order.handoff_id, address, start=start, tokens=tokens, block_ids=block_ids
-    )
+    target.announce(order.handoff_id, address, start=start, tokens=tokens, block_ids=block_ids)
     async with asyncio.timeout(10):
         report = await anext(stream)
     assert isinstance(report, HandoffReport)
@@ -127,9 +125,7 @@ async def test_blocks_arrive_whole_over_any_number_of_workers(
     k_LTHD, v_LTHD = kv(160)
     source.fill(k_LTHD, v_LTHD, (7, 8, 2, 11, 3))
     order = order_for(source, 150, (7, 8, 2, 11, 3))
-    report = await run(
-        identity, order, target, start=0, tokens=128, block_ids=(5, 4, 12, 13)
-    )
+    report = await run(identity, order, target, start=0, tokens=128, block_ids=(5, 4, 12, 13))
     got_k, got_v = target.content((5, 4, 12, 13))
     assert torch.equal(got_k, k_LTHD[:, :128]) and torch.equal(got_v, v_LTHD[:, :128])
     assert target.done() == [order.handoff_id]
@@ -186,9 +182,7 @@ async def test_engines_may_have_different_block_sizes(
     blocks = tuple(range(192 // sizes[0]))
     source.fill(k_LTHD, v_LTHD, blocks)
     wanted = tuple(range(128 // sizes[1]))
-    await run(
-        made, order_for(source, 140, blocks), target, start=0, tokens=128, block_ids=wanted
-    )
+    await run(made, order_for(source, 140, blocks), target, start=0, tokens=128, block_ids=wanted)
     got_k, _ = target.content(wanted)
     assert torch.equal(got_k, k_LTHD[:, :128])
     await made.close()
@@ -214,9 +208,7 @@ async def test_a_restarted_engine_at_the_same_address_is_a_new_peer(
 ) -> None:
     source, old, new = make(memories), make(memories), make(memories)
     source.fill(*kv(64), (0, 1))
-    await run(
-        identity, order_for(source, 64, (0, 1)), old, start=0, tokens=32, block_ids=(1,)
-    )
+    await run(identity, order_for(source, 64, (0, 1)), old, start=0, tokens=32, block_ids=(1,))
     new.layout = replace(new.layout, control_address=old.layout.control_address)
     report = await run(
         identity, order_for(source, 64, (0, 1)), new, start=0, tokens=32, block_ids=(1,)
@@ -300,9 +292,7 @@ async def test_a_late_mapper_writes_nothing_after_its_deadline(
     source, target = make(memories), make(memories)
     source.fill(*kv(64), (0, 1))
     with pytest.raises(HandoffError) as caught:
-        await run(
-            made, order_for(source, 64, (0, 1)), target, start=0, tokens=32, block_ids=(1,)
-        )
+        await run(made, order_for(source, 64, (0, 1)), target, start=0, tokens=32, block_ids=(1,))
     assert caught.value.reason == "deadline"
     await target.settled()
     await asyncio.sleep(0.8)
@@ -313,7 +303,7 @@ async def test_a_late_mapper_writes_nothing_after_its_deadline(
 async def test_a_router_that_goes_away_frees_both_ends(
     memories: list[EngineMemory], identity: Converter
 ) -> None:
-    source, target = make(memories), make(memories)
+    source = make(memories)
     source.fill(*kv(64), (0, 1))
     order = order_for(source, 64, (0, 1))
     stream = identity.convert(order)
@@ -401,9 +391,7 @@ async def test_more_handoffs_than_the_pool_holds_wait_and_more_than_the_queue_ar
         (first, second), addresses, streams, (3, 4), strict=True
     ):
         assert isinstance(address, MapperAddress)
-        target.announce(
-            order.handoff_id, address, start=0, tokens=32, block_ids=(block,)
-        )
+        target.announce(order.handoff_id, address, start=0, tokens=32, block_ids=(block,))
         await anext(stream)
     assert sorted(target.done()) == sorted([first.handoff_id, second.handoff_id])
     await made.close()

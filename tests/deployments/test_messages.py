@@ -7,6 +7,7 @@ import pytest
 
 from deployments.messages import (
     Abandon,
+    EngineLayout,
     Settled,
     TargetBlocks,
     decode,
@@ -15,7 +16,6 @@ from deployments.messages import (
     handoff_of_notification,
 )
 from tests.deployments.test_layout import worker
-from deployments.messages import EngineLayout
 
 
 def test_a_message_with_layouts_comes_back_equal() -> None:

@@ -158,9 +158,7 @@ def start_engine(folder: Path, name: str, dtype: str, desk: TicketDesk) -> Engin
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=["float32", "bfloat16"])
-async def pair(
-    request: pytest.FixtureRequest, quickstart_pair: Any
-) -> AsyncIterator[Pair]:
+async def pair(request: pytest.FixtureRequest, quickstart_pair: Any) -> AsyncIterator[Pair]:
     import torch
     from transformers import AutoTokenizer
 
@@ -177,9 +175,7 @@ async def pair(
         start_engine(folder, name, dtype, TicketDesk(lease_s=5.0)) for name in ("source", "target")
     )
     converter = Converter(
-        IdentityMapper(
-            KVGeometry(layers=15, kv_heads=3, head_dim=64), getattr(torch, dtype)
-        ),
+        IdentityMapper(KVGeometry(layers=15, kv_heads=3, head_dim=64), getattr(torch, dtype)),
         "identity",
         MapperConfig(small_to_large="identity", chunk_tokens=64),
         HandoffConfig(deadline_s=20.0, quarantine_s=2.0),
