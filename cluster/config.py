@@ -145,7 +145,7 @@ class HandoffConfig(_Node):
         description="How long after `deadline_s` a target holds blocks of a silent mapper.",
     )
     max_pinned_fraction: Fraction = Field(
-        0.25, description="Part of the source's KV pool that tickets may hold."
+        0.5, description="Part of the source's KV pool that tickets may hold."
     )
     native_suffix_tokens: PositiveInt = Field(
         1, description="Last tokens that the target always reads itself."

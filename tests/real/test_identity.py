@@ -7,7 +7,6 @@ halves, NIXL and the pipeline. Two vLLM engines and a converter, without Ray.
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -169,11 +168,15 @@ async def pair(request: pytest.FixtureRequest, quickstart_pair: Any) -> AsyncIte
 
     dtype = request.param
     folder = quickstart_pair.small
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["OMP_NUM_THREADS"] = "1"
-    source, target = (
-        start_engine(folder, name, dtype, TicketDesk(lease_s=5.0)) for name in ("source", "target")
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text_ids = tokenizer("\n".join(heldout_texts()))["input_ids"]
+    engines: list[Engine] = []
+    with pytest.MonkeyPatch.context() as patch:
+        # The engine core computes in its own process, on one core; see deployments/engine_setup.py.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for name in ("source", "target"):
+            engines.append(start_engine(folder, name, dtype, TicketDesk(lease_s=5.0)))
     converter = Converter(
         IdentityMapper(KVGeometry(layers=15, kv_heads=3, head_dim=64), getattr(torch, dtype)),
         "identity",
@@ -183,12 +186,13 @@ async def pair(request: pytest.FixtureRequest, quickstart_pair: Any) -> AsyncIte
         block_sizes_tokens=(BLOCK, BLOCK),
         host="127.0.0.1",
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text_ids = tokenizer("\n".join(heldout_texts()))["input_ids"]
-    yield Pair(dtype, source, target, converter, text_ids)
-    await converter.close()
-    for engine in (source, target):
-        engine.client.shutdown()
+    try:
+        yield Pair(dtype, *engines, converter, text_ids)
+    finally:
+        await converter.close()
+        for engine in engines:
+            engine.client.shutdown()
+            engine.desk.close()
 
 
 LENGTHS = (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1)
@@ -203,8 +207,8 @@ async def test_the_answer_after_a_handoff_is_the_cold_answer(
     prompt = pair.text_ids[start : start + length]
     answer, ticket = await pair.keep(prompt, max(generated, 1))
     conversation = prompt + answer[:generated]
-    cold, margins, _ = await pair.target.generate(conversation, ANSWER_TOKENS)
     warm, cached, report = await pair.hand_over(conversation, ticket, ANSWER_TOKENS)
+    cold, margins, _ = await pair.target.generate(conversation, ANSWER_TOKENS)
 
     # The last sampled token was never read, and the target reads at least one token itself.
     readable = min(length + max(generated, 1) - 1, len(conversation) - 1)
@@ -220,8 +224,8 @@ async def test_the_answer_after_a_handoff_is_the_cold_answer(
 async def test_many_chunks_arrive_in_order(pair: Pair) -> None:
     prompt = pair.text_ids[4_000:5_001]
     _, ticket = await pair.keep(prompt, 1)
-    cold, margins, _ = await pair.target.generate(prompt, 16)
     warm, cached, report = await pair.hand_over(prompt, ticket, 16)
+    cold, margins, _ = await pair.target.generate(prompt, 16)
     assert cached == 992
     assert report is not None and report.chunks == 16
     same = common_prefix_tokens(tuple(cold), tuple(warm))
