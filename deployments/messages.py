@@ -112,7 +112,6 @@ class HandoffOrder:
     handoff_id: str
     ticket: Ticket
     covered_tokens: int
-    traceparent: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

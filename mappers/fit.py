@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from random import Random
 from time import perf_counter
 from typing import Any
 
@@ -97,8 +98,8 @@ def fit(
     needed = 2 * moments_bytes(source.geometry, target.geometry)
     console.print(f"moments of this pair take {needed / 1e9:.2f} GB of memory")
 
-    calibration = pack(texts, source_dir, sequence_tokens, tokens)
-    heldout = pack(heldout_texts, source_dir, sequence_tokens, heldout_tokens)
+    calibration = pack(_mixed(texts), source_dir, sequence_tokens, tokens)
+    heldout = pack(_mixed(heldout_texts), source_dir, sequence_tokens, heldout_tokens)
     _require_observations(calibration.tokens, width)
 
     clock = _Stages()
@@ -189,6 +190,13 @@ def solve(
         v=tuple(r2_L(unseen.v, v_fit, source, target, chosen).tolist()),
     )
     return weights, r2
+
+
+def _mixed(texts: Iterable[str]) -> list[str]:
+    """The texts in a fixed random order, so that a bound on tokens takes some of every kind."""
+    mixed = list(texts)
+    Random(0).shuffle(mixed)
+    return mixed
 
 
 def _observations(kv_LNHD: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ here knows how tokens are computed or how KV travels.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from cluster.errors import HandoffError
@@ -84,7 +84,6 @@ class HandoffReport:
     convert_s: float
     chunks: int
     cold: bool
-    stages: Mapping[str, float] = field(default_factory=dict)
 
 
 class Handoff(Protocol):

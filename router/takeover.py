@@ -161,7 +161,6 @@ class Takeover:
                 "map": report.map_s,
                 "write": report.write_s,
                 "wait_target": report.wait_target_s,
-                **report.stages,
             }
         if report is not None and self._total_s is not None:
             stages_s["admit"] = max(0.0, self._total_s - ticket_s - report.convert_s)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cluster.errors import MapperError
-from mappers.geometry import KVGeometry
+from mappers.geometry import KVGeometry, RopeType
 from mappers.manifest import Support
 from mappers.mapper import IdentityMapper, LinearMapper, LinearWeights
 from mappers.rope import Rope
@@ -15,12 +15,17 @@ from tests.mappers.tiny import print_of, rope
 SOURCE = {"layers": 3, "kv_heads": 2}
 
 
+MIXED = ((0, 1), (0, 2), (1, 2), (0, 2))
+SHARED = ((0, 2),) * 4
+
+
 def random_mapper(
     support: Support = "full",
     target_heads: int = 2,
     compute_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
-    rope_type: str = "default",
+    rope_type: RopeType = "default",
+    source_layers: tuple[tuple[int, ...], ...] = MIXED,
 ) -> LinearMapper:
     generator = torch.Generator().manual_seed(0)
     source = print_of(**SOURCE, rope=rope("llama3"))
@@ -32,7 +37,7 @@ def random_mapper(
         return torch.randn(size, generator=generator) / 8
 
     weights = LinearWeights(
-        ((0, 1), (0, 2), (1, 2), (0, 2)),
+        source_layers,
         tensor(*shape),
         tensor(4, groups, shape[-1]),
         tensor(*shape),
@@ -50,8 +55,11 @@ def cached(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("support", ["full", "head_local"])
 @pytest.mark.parametrize("rope_type", ["default", "yarn"])
-def test_fast_path_equals_the_reference(support: Support, rope_type: str) -> None:
-    mapper = random_mapper(support, rope_type=rope_type)
+@pytest.mark.parametrize("source_layers", [MIXED, SHARED])
+def test_fast_path_equals_the_reference(
+    support: Support, rope_type: RopeType, source_layers: tuple[tuple[int, ...], ...]
+) -> None:
+    mapper = random_mapper(support, rope_type=rope_type, source_layers=source_layers)
     fast, slow = mapper.apply(*cached(40), 1_000), mapper.apply_reference(*cached(40), 1_000)
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -63,6 +71,24 @@ def test_fast_path_in_bf16_stays_within_bf16_rounding_of_the_reference() -> None
     for a, b in zip(fast, slow, strict=True):
         assert a.dtype == b.dtype == torch.bfloat16
         assert (a.float() - b.float()).abs().max() < 2**-6 * b.float().abs().max()
+
+
+def test_the_reference_is_the_formula_of_the_paper() -> None:
+    """W and b as stored, applied to one head of one token by hand."""
+    source, target = print_of(2, 1), print_of(1, 1)
+    generator = torch.Generator().manual_seed(0)
+    weight_LGFO = torch.randn(1, 1, 32, 16, generator=generator)
+    bias_LGO = torch.randn(1, 1, 16, generator=generator)
+    weights = LinearWeights(((0, 1),), weight_LGFO, bias_LGO, 2 * weight_LGFO, bias_LGO)
+    mapper = LinearMapper(source, target, weights, compute_dtype=torch.float32, dtype=torch.float32)
+    k_STHD = torch.randn(2, 1, 1, 16, generator=generator)
+    turn, at = Rope(source.rope), torch.tensor([77])
+    free_F = turn.strip(k_STHD, at).flatten()
+    k_LTHD, v_LTHD = mapper.apply_reference(k_STHD, k_STHD, 77)
+    expected_THD = turn.apply((free_F @ weight_LGFO[0, 0] + bias_LGO[0, 0]).view(1, 1, 16), at)
+    torch.testing.assert_close(k_LTHD[0], expected_THD, rtol=1e-4, atol=1e-4)
+    expected_O = 2 * k_STHD.flatten() @ weight_LGFO[0, 0] + bias_LGO[0, 0]
+    torch.testing.assert_close(v_LTHD.flatten(), expected_O, rtol=1e-4, atol=1e-4)
 
 
 def test_unequal_head_counts_map_with_full_support() -> None:

@@ -7,15 +7,16 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from mappers.geometry import RopeType
 from mappers.rope import Rope
 from tests.mappers.tiny import rope
 
-TYPES = ["default", "llama3", "yarn"]
+TYPES: list[RopeType] = ["default", "llama3", "yarn"]
 
 
 @pytest.mark.parametrize("rope_type", TYPES)
 @pytest.mark.parametrize("position", [0, 1, 8_191, 131_071])
-def test_strip_undoes_apply(rope_type: str, position: int) -> None:
+def test_strip_undoes_apply(rope_type: RopeType, position: int) -> None:
     turn = Rope(rope(rope_type))
     k_LTHD = torch.randn(3, 1, 2, 16, generator=torch.Generator().manual_seed(0)) * 10
     positions = turn.positions(position, 1)
@@ -24,7 +25,7 @@ def test_strip_undoes_apply(rope_type: str, position: int) -> None:
 
 
 @pytest.mark.parametrize("rope_type", TYPES)
-def test_apply_is_the_rotation_of_transformers(rope_type: str) -> None:
+def test_apply_is_the_rotation_of_transformers(rope_type: RopeType) -> None:
     spec = rope(rope_type)
     config = LlamaConfig(
         head_dim=16,
