@@ -43,7 +43,7 @@ def fit(
         str,
         typer.Option(help="`full`: from all KV heads; `head_local`: from the matching head only."),
     ] = "full",
-    tokens: Annotated[int, typer.Option(help="Calibration tokens to read.", min=1)] = 65_536,
+    tokens: Annotated[int, typer.Option(help="Calibration tokens to read.", min=1)] = 32_768,
     ridge_lambda: Annotated[
         float, typer.Option(help="Ridge penalty after centring, absolute.", min=0)
     ] = 0.01,

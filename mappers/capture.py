@@ -73,6 +73,41 @@ def pack(
     return TokenSequences(torch.tensor(rows), used)
 
 
+def windows(
+    texts: Iterable[str], model_dir: Path, window_tokens: int, max_tokens: int
+) -> TokenSequences:
+    """Cut texts into windows that never cross from one text into another.
+
+    What follows a prefix then depends on it, which `pack` does not promise. Each window begins with
+    the beginning-of-text token, where the tokenizer has one and the text does not start with it;
+    texts shorter than a window are passed over. Stops at `max_tokens`; MapperError when no text
+    fills a window.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+    wanted = max(1, max_tokens // window_tokens)
+    rows: list[list[int]] = []
+    used = 0
+    for text in texts:
+        if len(rows) >= wanted:
+            break
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        before = len(rows)
+        while len(rows) < wanted:
+            window = (ids if ids[: len(begin)] == begin else begin + ids)[:window_tokens]
+            if len(window) < window_tokens:
+                break
+            rows.append(window)
+            ids = ids[window_tokens:]
+        used += len(rows) > before
+    if not rows:
+        raise MapperError(
+            f"no held-out text fills a window of {window_tokens} tokens; give longer texts or "
+            f"shorter sequences"
+        )
+    return TokenSequences(torch.tensor(rows), used)
+
+
 def load_model(model_dir: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
     """An HF causal language model in eval mode. transformers types its models loosely.
 

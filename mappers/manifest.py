@@ -107,6 +107,7 @@ class MapperManifest(_Frozen):
     k: int
     source_layers: tuple[tuple[int, ...], ...]
     ridge: Ridge
+    first_token_weight: int
     calibration: DataRecord
     heldout: DataRecord
     heldout_r2: LayerR2

@@ -140,7 +140,7 @@ class LinearMapper:
         """Floating point operations of the matrix products for one token."""
         return 2 * (self._k_weight_NGFP.numel() + self._v_weight_NGFP.numel())
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def apply(self, k_STHD: Tensor, v_STHD: Tensor, start_position: int) -> tuple[Tensor, Tensor]:
         """See `Mapper.apply`."""
         _require_shape(self.source, k_STHD, v_STHD)
@@ -183,7 +183,7 @@ class LinearMapper:
         weight_NGFMO = weight_LGFO.view(shape).permute(0, 2, 3, 1, 4)
         return weight_NGFMO.flatten(3).to(self._device, self.compute_dtype).contiguous()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def apply_reference(
         self, k_STHD: Tensor, v_STHD: Tensor, start_position: int
     ) -> tuple[Tensor, Tensor]:

@@ -45,20 +45,20 @@ class Moments:
         self.xy_FO = zeros(self.features, self.outputs)
         self.yy_O = zeros(self.outputs)
 
-    def update(self, x_NF: Tensor, y_NO: Tensor) -> None:
-        """Add N paired observations of any float dtype."""
+    def update(self, x_NF: Tensor, y_NO: Tensor, weight: int = 1) -> None:
+        """Add N paired observations of any float dtype, as if each came `weight` times."""
         assert x_NF.shape[0] == y_NO.shape[0] > 0, "features and outputs must be paired"
         dtype = torch.float64 if x_NF.dtype == torch.float64 else torch.float32
         x_NF, y_NO = x_NF.to(dtype), y_NO.to(dtype)
         mean_x_F, mean_y_O = x_NF.mean(0), y_NO.mean(0)
         x_NF, y_NO = x_NF - mean_x_F, y_NO - mean_y_O
         self._add(
-            x_NF.shape[0],
+            x_NF.shape[0] * weight,
             mean_x_F.double(),
             mean_y_O.double(),
-            x_NF.T @ x_NF,
-            x_NF.T @ y_NO,
-            (y_NO * y_NO).sum(0),
+            (x_NF.T @ x_NF).mul_(weight),
+            (x_NF.T @ y_NO).mul_(weight),
+            (y_NO * y_NO).sum(0) * weight,
         )
 
     def merge(self, other: Moments) -> None:
@@ -107,9 +107,11 @@ def moments_bytes(source: KVGeometry, target: KVGeometry) -> int:
     return 2 * 8 * sums + 4 * batch_product
 
 
-def require_memory(source: KVGeometry, target: KVGeometry, available_bytes: int) -> int:
-    """Estimated bytes of a fit's moments; MapperError when they exceed `available_bytes`."""
-    needed = moments_bytes(source, target)
+def require_memory(
+    source: KVGeometry, target: KVGeometry, available_bytes: int, sets: int = 1
+) -> int:
+    """Estimated bytes of `sets` PairMoments; MapperError when they exceed `available_bytes`."""
+    needed = sets * moments_bytes(source, target)
     if needed > available_bytes:
         raise MapperError(
             f"fitting this pair accumulates {needed / 1e9:.1f} GB of moments but only "

@@ -8,7 +8,9 @@ Shapes: L target layers, G groups, F features of a group, O outputs of a group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from cluster.errors import MapperError
 from mappers.geometry import KVGeometry
 from mappers.manifest import Ridge, Support
 from mappers.moments import Moments
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +58,18 @@ def solve_layers(
 ) -> LinearFit:
     """Fit every target layer on its chosen source layers."""
     weights, biases = [], []
-    factors: dict[tuple[tuple[int, ...], int], EquilibratedCholesky] = {}
+    factors = _LastDesign(
+        lambda rows_F: EquilibratedCholesky(_block(part.xx_FF, rows_F, rows_F) / part.count, ridge)
+    )
     number = groups(support, source, target)
     for layer, chosen in enumerate(source_layers):
         per_group = []
         for group in range(number):
             rows_F = feature_index(chosen, group, number, source)
             columns_O = output_index(layer, group, number, target)
-            if (chosen, group) not in factors:
-                # Target layers with one chosen set share a design; other sets are not seen again
-                # often enough to keep their factors in memory.
-                factors = {key: f for key, f in factors.items() if key[0] == chosen}
-                covariance_FF = part.xx_FF[rows_F][:, rows_F] / part.count
-                factors[chosen, group] = EquilibratedCholesky(covariance_FF, ridge)
-            cross_FO = part.xy_FO[rows_F][:, columns_O] / part.count
-            weight_FO = factors[chosen, group].solve(cross_FO)
+            factor = factors.get(chosen, group, rows_F)
+            cross_FO = _block(part.xy_FO, rows_F, columns_O) / part.count
+            weight_FO = factor.solve(cross_FO)
             bias_O = part.mean_y_O[columns_O] - part.mean_x_F[rows_F] @ weight_FO
             per_group.append((weight_FO, bias_O))
         weights.append(torch.stack([weight for weight, _ in per_group]))
@@ -88,6 +89,7 @@ def r2_L(
     Pooled over heads and dimensions of a target layer: 1 - residual / total variance.
     """
     number = fit.weight_LGFO.shape[1]
+    grams = _LastDesign(lambda rows_F: _block(part.xx_FF, rows_F, rows_F))
     scores = []
     for layer, chosen in enumerate(source_layers):
         residual, total = 0.0, 0.0
@@ -95,8 +97,8 @@ def r2_L(
             rows_F = feature_index(chosen, group, number, source)
             columns_O = output_index(layer, group, number, target)
             weight_FO = fit.weight_LGFO[layer, group]
-            xx_FF = part.xx_FF[rows_F][:, rows_F]
-            xy_FO = part.xy_FO[rows_F][:, columns_O]
+            xx_FF = grams.get(chosen, group, rows_F)
+            xy_FO = _block(part.xy_FO, rows_F, columns_O)
             offset_O = part.mean_x_F[rows_F] @ weight_FO + fit.bias_LGO[layer, group]
             offset_O -= part.mean_y_O[columns_O]
             yy = part.yy_O[columns_O].sum()
@@ -131,6 +133,29 @@ class EquilibratedCholesky:
         """(covariance + ridge)^-1 cross."""
         scaled_FO = cross_FO * self._scale_F[:, None]
         return torch.cholesky_solve(scaled_FO, self._chol_FF) * self._scale_F[:, None]
+
+
+class _LastDesign(Generic[T]):
+    """Keeps what `make` gave for the feature columns of each group of the last choice of layers.
+
+    With all layers chosen, every target layer shares one design; otherwise choices seldom recur.
+    """
+
+    def __init__(self, make: Callable[[Tensor], T]) -> None:
+        self._make = make
+        self._chosen: tuple[int, ...] | None = None
+        self._made: dict[int, T] = {}
+
+    def get(self, chosen: tuple[int, ...], group: int, rows_F: Tensor) -> T:
+        if chosen != self._chosen:
+            self._chosen, self._made = chosen, {}
+        if group not in self._made:
+            self._made[group] = self._make(rows_F)
+        return self._made[group]
+
+
+def _block(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    return matrix[rows[:, None], columns]
 
 
 def feature_index(chosen: tuple[int, ...], group: int, number: int, geometry: KVGeometry) -> Tensor:

@@ -49,13 +49,14 @@ _HELDOUT_ROW_TOKENS = 512
 
 
 def heldout_batches(folder: Path, tokenizer: Any, most: int) -> dict[str, list[Tensor]]:
-    """Batches [N, T] of unseen text, at most `most` for each file in `folder`."""
+    """Batches [N, T] of unseen text, at most `most` for each file with enough of it."""
     found = {}
     for name, lists in read_texts(folder, "heldout", tokenizer).items():
-        joined = torch.tensor([token for tokens in lists for token in tokens])
+        joined = torch.tensor([token for tokens in lists for token in tokens], dtype=torch.long)
         batch_list = list(joined.split(BATCH_TOKENS))[:most]
         full = [batch for batch in batch_list if len(batch) == BATCH_TOKENS]
-        found[name] = [batch.view(-1, _HELDOUT_ROW_TOKENS) for batch in full]
+        if full:
+            found[name] = [batch.view(-1, _HELDOUT_ROW_TOKENS) for batch in full]
     return found
 
 
@@ -115,8 +116,9 @@ def train(rank: int, run: Run) -> None:
     torch.manual_seed(rank)
     adapter = {name: weight.float() for name, weight in sorted(adapter.items())}
     trainer = Trainer(embed, large, large_norm, adapter, run.peak_lr, llama.Forward(fused=True))
+    states_file = run.out / f"states-{rank}.bin"
     cache = TeacherCache(
-        run.out / f"states-{rank}.bin",
+        states_file,
         trainer.large_states,
         (len(TAKEN), llama.HIDDEN),
         int(run.cache_gb * 2**30) // run.processes,
@@ -139,6 +141,7 @@ def train(rank: int, run: Run) -> None:
     if report is not None:
         report.checkpoint(time.monotonic() - started, "final.safetensors")
     dist.destroy_process_group()
+    states_file.unlink()
 
 
 class Report:

@@ -48,7 +48,7 @@ GROUPS = {
 }
 
 
-class _MergedLora(torch.autograd.Function):
+class MergedLora(torch.autograd.Function):
     """`x @ W^T` with W merged: gradients reach x and the factors of W's parts, never W itself."""
 
     @staticmethod
@@ -80,7 +80,7 @@ class Layer:
 
     def linear(self, group: str, x_TI: Tensor) -> Tensor:
         if group in self.factors:
-            return _MergedLora.apply(x_TI, self.weights[group], *self.factors[group])  # type: ignore[no-any-return,no-untyped-call]
+            return MergedLora.apply(x_TI, self.weights[group], *self.factors[group])  # type: ignore[no-any-return,no-untyped-call]
         return x_TI @ self.weights[group].T
 
 

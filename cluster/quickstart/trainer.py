@@ -32,7 +32,7 @@ _MEAN_DECAY = 0.99
 _CHUNK = 128
 
 
-class _HeadKl(torch.autograd.Function):
+class HeadKl(torch.autograd.Function):
     """Mean KL(large || small) over positions, with its gradient taken in the same pass."""
 
     @staticmethod
@@ -93,7 +93,7 @@ class Trainer:
         small = llama.norm(states[-1][1::2][picked], self.adapter["norm.weight"].bfloat16())
         with torch.no_grad():
             large = llama.norm(target_PSE[picked, -1], self.large_norm)
-        kl: Tensor = _HeadKl.apply(small, large, self.embed)  # type: ignore[no-untyped-call]
+        kl: Tensor = HeadKl.apply(small, large, self.embed)  # type: ignore[no-untyped-call]
         (kl + HIDDEN_WEIGHT * hidden / len(TAKEN)).backward()
         self._average_gradients()
         torch.nn.utils.clip_grad_norm_(self.adapter.values(), 1.0)

@@ -1,18 +1,22 @@
-"""The quickstart pair: preparation, merging, text. No download; tiny made-up weights."""
+"""The quickstart pair: preparation, text and distillation. No download; made-up weights."""
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from cluster.quickstart import adapter, pair, text
+from cluster.quickstart import adapter, distill_data, llama, pair, text, trainer
 from cluster.quickstart.adapter import KEPT_LAYERS, LINEARS, LORA_RANK, NORMS
+from cluster.quickstart.training_text import page_text
 
 WIDTH = 4
 
@@ -204,3 +208,127 @@ def test_conversations_of_two_seeds_differ_from_the_first_words_on() -> None:
 def test_a_conversation_too_short_to_hold_a_question_is_refused() -> None:
     with pytest.raises(ValueError, match="ask for 128"):
         text.long_conversation_messages(100, Words(), 0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+    """A random two-layer Llama with the pair's shapes, and the folder it is saved in."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=llama.HIDDEN,
+        intermediate_size=llama.WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=llama.HEADS,
+        num_key_value_heads=llama.KV_HEADS,
+        head_dim=llama.HEAD_DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": llama.ROPE_THETA},
+        rms_norm_eps=llama.NORM_EPS,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    folder = tmp_path_factory.mktemp("two-layers")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@torch.no_grad()
+def test_the_lean_forward_pass_agrees_with_transformers(
+    two_layers: tuple[LlamaForCausalLM, Path],
+) -> None:
+    model, folder = two_layers
+    embed, layers, norm_E = llama.load_large(folder)
+    tokens_NT = torch.randint(0, 64, (2, 20))
+    first, last = llama.Forward(fused=False)(embed, layers, tokens_NT, [0, 1])
+    logits = (llama.norm(last, norm_E) @ embed.T).view(2, 20, -1).float()
+    expected = model(tokens_NT, output_hidden_states=True)
+    states = expected.hidden_states
+    assert states is not None
+    torch.testing.assert_close(first.view(2, 20, -1), states[1], atol=0.01, rtol=0.05)
+    torch.testing.assert_close(logits, expected.logits.float(), atol=0.02, rtol=0.05)
+
+
+@torch.no_grad()
+def test_decoding_token_by_token_agrees_with_the_whole_pass(
+    two_layers: tuple[LlamaForCausalLM, Path],
+) -> None:
+    embed, layers, _ = llama.load_large(two_layers[1])
+    tokens_NT = torch.randint(0, 64, (3, 12))
+    (whole,) = llama.Forward(fused=False)(embed, layers, tokens_NT, [1])
+    k, v = torch.zeros(2, 2, 3, llama.KV_HEADS, 12, llama.HEAD_DIM, dtype=torch.bfloat16)
+    for at in range(12):
+        state_NE = llama.decode(embed, layers, tokens_NT[:, at], k, v, at)
+        expected = whole.view(3, 12, -1)[:, at]
+        torch.testing.assert_close(state_NE, expected, atol=0.02, rtol=0.05)
+
+
+def test_gradients_of_merged_factors_are_those_of_the_plain_formula() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 6, dtype=torch.float64)
+    a = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    b1 = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    b2 = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    ask = torch.randn(5, 7, dtype=torch.float64)
+    merged = weight + torch.cat([b1 @ a[:2], b2 @ a[2:]])
+    plain = torch.autograd.grad((x @ merged.T * ask).sum(), (x, a, b1, b2))
+    out = llama.MergedLora.apply(x, merged.detach(), a, b1, b2)
+    for mine, expected in zip(
+        torch.autograd.grad((out * ask).sum(), (x, a, b1, b2)), plain, strict=True
+    ):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_the_head_loss_is_the_divergence_and_has_its_gradient() -> None:
+    torch.manual_seed(0)
+    embed = torch.randn(50, 16).to(torch.bfloat16)
+    large = torch.randn(256, 16).to(torch.bfloat16)
+    small = torch.randn(256, 16).to(torch.bfloat16).requires_grad_()
+    loss = trainer.HeadKl.apply(small, large, embed)
+    (mine,) = torch.autograd.grad(loss, small)
+    exact = small.detach().float().requires_grad_()
+    expected = F.kl_div(
+        F.log_softmax(exact @ embed.T.float(), -1),
+        F.log_softmax(large.float() @ embed.T.float(), -1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    (gradient,) = torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(loss, expected.detach(), rtol=0.01, atol=0.01)
+    assert (mine.float() - gradient).norm() < 0.02 * gradient.norm()
+
+
+def test_kept_states_of_the_large_model_are_what_was_computed(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def states(tokens_NT: torch.Tensor) -> torch.Tensor:
+        asked.append(len(tokens_NT))
+        return tokens_NT[:, :, None, None].expand(-1, -1, 2, 3).to(torch.bfloat16)
+
+    # Room for one row's two positions of 2 x 3 numbers; the other row is computed again.
+    cache = distill_data.TeacherCache(tmp_path / "states", states, (2, 3), 2 * 2 * 2 * 3)
+    for _ in range(2):
+        kept = cache([(1, 2, 3, 4), (5, 6, 7, 8)])
+        assert kept[:, 0, 0].tolist() == [2, 4, 6, 8]
+        assert kept.shape == (4, 2, 3)
+    assert asked == [2, 2]
+    assert cache([(1, 2, 3, 4)])[:, 1, 2].tolist() == [2, 4]
+    assert asked == [2, 2]
+
+
+def test_rows_use_each_token_at_most_once_and_batches_are_full() -> None:
+    numbers = iter(range(40_000))
+    lists = [[next(numbers) for _ in range(length)] for length in (300, 5000, 900, 20, 12_000)]
+    rows = distill_data.make_rows(lists, random.Random(0))
+    used = [token for row in rows for token in row]
+    assert len(used) == len(set(used))
+    assert len(used) > 0.7 * sum(map(len, lists))
+    for batch in distill_data.batches(rows, random.Random(0)):
+        assert sum(map(len, batch)) == distill_data.BATCH_TOKENS
+        assert len({len(row) for row in batch}) == 1
+
+
+def test_page_text_keeps_paragraphs_and_drops_scripts() -> None:
+    html = "<head><title>t</title></head><h1>One</h1><script>x()</script><p>two\n three</p>"
+    assert page_text(html) == "One\n\ntwo\n three"

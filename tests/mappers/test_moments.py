@@ -34,6 +34,19 @@ def test_four_merged_shards_equal_one() -> None:
         assert (a - b).abs().max() / b.abs().max() < 1e-10, name
 
 
+def test_a_weight_counts_observations_as_often() -> None:
+    x_NF, y_NO = observations()
+    weighted, repeated = Moments(6, 4), Moments(6, 4)
+    weighted.update(x_NF, y_NO)
+    weighted.update(x_NF[:3], y_NO[:3], weight=7)
+    repeated.update(torch.cat([x_NF] + [x_NF[:3]] * 7), torch.cat([y_NO] + [y_NO[:3]] * 7))
+    assert weighted.count == repeated.count == 421
+    torch.testing.assert_close(weighted.mean_x_F, repeated.mean_x_F)
+    torch.testing.assert_close(weighted.xx_FF, repeated.xx_FF)
+    torch.testing.assert_close(weighted.xy_FO, repeated.xy_FO)
+    torch.testing.assert_close(weighted.yy_O, repeated.yy_O)
+
+
 def test_moments_are_the_covariance() -> None:
     x_NF, y_NO = observations()
     moments = Moments(6, 4)

@@ -48,6 +48,7 @@ def saved(folder: Path, **changes: Any) -> MapperManifest:
         "k": 1,
         "source_layers": weights.source_layers,
         "ridge": Ridge(),
+        "first_token_weight": 1,
         "calibration": data,
         "heldout": data,
         "heldout_r2": LayerR2(k=(0.5, 0.6, 0.7), v=(0.1, 0.2, 0.3)),
