@@ -176,7 +176,7 @@ def _say_where(url: str, model: str, keep: bool, console: Console) -> None:
     if keep:
         console.print(f"\n{model} goes on answering at {url}/v1   (Ctrl-C ends it)\n")
     else:
-        console.print(f"\nWith --keep it would go on answering at {url}/v1, for example to\n")
+        console.print(f"\nWith --keep the endpoint goes on answering, at {url}/v1. Try then:\n")
     console.print(curl_line(url, model), soft_wrap=True, markup=False)
 
 

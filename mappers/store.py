@@ -85,6 +85,8 @@ def write_weights(folder: Path, weights: LinearWeights) -> str:
         "v_bias_LGO": weights.v_bias_LGO.float(),
     }
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS_FILE)
+    # safetensors writes files that only their owner can read; a mapper is served by others.
+    (folder / WEIGHTS_FILE).chmod(0o644)
     return weights_sha256(folder)
 
 

@@ -45,7 +45,7 @@ def conversation(tokens: int, seed: int) -> list[Any]:
 
 
 async def complete(cascade: RealCascade, messages: list[Any], **options: Any) -> Any:
-    extra = options.pop("cascade", None)
+    extra = options.pop("route", None)
     async with client(cascade) as openai:
         return await openai.chat.completions.create(
             model=options.pop("model", "cascade"),
@@ -79,7 +79,7 @@ def test_models_and_mapper_run_on_nodes_of_their_own(cascade: RealCascade) -> No
 
 async def test_an_escalated_answer_continues_on_mapped_kv(cascade: RealCascade) -> None:
     answer = await complete(
-        cascade, conversation(600, 1), cascade={"escalate_after_tokens": 5}, max_tokens=20
+        cascade, conversation(600, 1), route={"escalate_after_tokens": 5}, max_tokens=20
     )
     served = [(part["model"], part["tokens"]) for part in answer.cascade["served_by"]]
     handoff = answer.cascade["handoff"]
@@ -120,7 +120,7 @@ async def test_a_stream_shows_one_answer_and_ends_with_the_account(cascade: Real
 async def test_recomputing_twice_gives_the_same_cold_answer(cascade: RealCascade) -> None:
     messages = conversation(300, 3)
     answers = [
-        await complete(cascade, messages, cascade={"escalate_after_tokens": 4, "recompute": True})
+        await complete(cascade, messages, route={"escalate_after_tokens": 4, "recompute": True})
         for _ in range(2)
     ]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
@@ -131,7 +131,7 @@ async def test_recomputing_twice_gives_the_same_cold_answer(cascade: RealCascade
 async def test_mapped_blocks_never_serve_an_exact_request(cascade: RealCascade) -> None:
     messages = conversation(400, 4)
     cold = await complete(cascade, messages, model="large")
-    await complete(cascade, messages, cascade={"escalate_after_tokens": 0})
+    await complete(cascade, messages, route={"escalate_after_tokens": 0})
     again = await complete(cascade, messages, model="large")
     assert again.choices[0].message.content == cold.choices[0].message.content
 
@@ -155,7 +155,7 @@ async def test_a_clients_own_transfer_parameters_are_refused(cascade: RealCascad
 
 
 def test_handoffs_are_counted_and_timed_by_stage(cascade: RealCascade) -> None:
-    asyncio.run(complete(cascade, conversation(300, 5), cascade={"escalate_after_tokens": 2}))
+    asyncio.run(complete(cascade, conversation(300, 5), route={"escalate_after_tokens": 2}))
     deadline = time.monotonic() + 60
     while True:
         # Ray collects metrics from its processes every few seconds.
@@ -198,7 +198,7 @@ async def test_twenty_clients_that_leave_during_their_handoff_leak_nothing(
 
     await asyncio.gather(*(leave(seed) for seed in range(20)))
     await asyncio.to_thread(wait_empty, cascade, timeout_s=60)
-    answer = await complete(cascade, conversation(400, 99), cascade={"escalate_after_tokens": 1})
+    answer = await complete(cascade, conversation(400, 99), route={"escalate_after_tokens": 1})
     assert answer.cascade["handoff"]["path"] == "mapped"
 
 
@@ -209,7 +209,7 @@ def test_a_mapper_killed_in_the_middle_costs_nothing_but_time(cascade: RealCasca
             messages = conversation(4_000, 200 + attempt)
             asking = pool.submit(
                 asyncio.run,
-                complete(cascade, messages, cascade={"escalate_after_tokens": 1}),
+                complete(cascade, messages, route={"escalate_after_tokens": 1}),
             )
             while not asking.done():
                 if cascade.describe("mapper")["running"]:
@@ -226,7 +226,7 @@ def test_a_mapper_killed_in_the_middle_costs_nothing_but_time(cascade: RealCasca
     deadline = time.monotonic() + 120
     while True:
         answer = asyncio.run(
-            complete(cascade, conversation(300, 250), cascade={"escalate_after_tokens": 1})
+            complete(cascade, conversation(300, 250), route={"escalate_after_tokens": 1})
         )
         if answer.cascade["handoff"]["path"] == "mapped":
             break
@@ -249,7 +249,7 @@ def test_mappers_scale_under_traffic_without_a_failed_request_or_a_touched_engin
             seed += 1
             try:
                 answer = asyncio.run(
-                    complete(cascade, conversation(200, seed), cascade={"escalate_after_tokens": 1})
+                    complete(cascade, conversation(200, seed), route={"escalate_after_tokens": 1})
                 )
                 paths.append(answer.cascade["handoff"]["path"])
             except BaseException as error:
