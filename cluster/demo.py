@@ -113,7 +113,7 @@ def introduce(about: dict[str, Any], console: Console) -> None:
         f"{about['memory_bytes'] / 2**30:.0f} GiB"
     )
     load = about["load_average_1min"]
-    if load > 0.5 * about["cores"]:
+    if load > about["cores"]:
         console.print(
             f"[yellow]This machine is busy (load {load:.1f} on {about['cores']} cores): "
             "all times below will be longer than on a quiet one.[/]"

@@ -111,6 +111,10 @@ class Scenes:
                 f"written), {handoff.reread_tokens} were read by the large model itself.[/]"
             )
         self._headline("4. The same escalation without the cache: the large model reads it all")
+        self._console.print(
+            "The small model has the conversation in its own prefix cache now, and may choose "
+            "other words by a rounding; the large one reads everything."
+        )
         again = self._shown("recompute")
         if mapped.handoff_ms and again.handoff_ms:
             self._console.print(

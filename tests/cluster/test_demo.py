@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from cluster.demo_client import Answer, Piece
 from cluster.demo_findings import Findings, Run, cpu_model, duration, problems_of, rows_of
 from cluster.demo_print import AnswerWriter, bar, comparison_table, waterfall
 from cluster.demo_scenes import EASY_QUESTIONS, REPETITIONS, SWITCH_AFTER_TOKENS, Scenes
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, EngineError
 from router.api import CascadeInfo, HandoffInfo
 
 # As the endpoint reported it for a conversation of 2,035 tokens.
@@ -222,6 +225,94 @@ def test_a_taken_port_is_replaced_unless_it_was_asked_for() -> None:
 def test_a_missing_folder_for_the_numbers_is_found_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make it first"):
         demo.run_demo(keep=False, json_path=tmp_path / "none" / "numbers.json")
+
+
+@dataclass
+class Stage:
+    """A demonstration without Ray: what `play` does is the test's; counts the stops."""
+
+    play: Callable[[Findings], None]
+    stopped: int = 0
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """Everything heavy of `run_demo` replaced; all goes well unless `play` is replaced too."""
+    stage = Stage(play=_good)
+
+    class Played:
+        def __init__(self, client: Any, model: str, talks: Any, found: Any, console: Any) -> None:
+            self.found = found
+
+        def play(self) -> None:
+            stage.play(self.found)
+
+    def stop() -> None:
+        stage.stopped += 1
+
+    monkeypatch.setattr("cluster.fitting.prepare_quickstart", lambda _: {"large": Path()})
+    monkeypatch.setattr(demo, "conversations", lambda _: None)
+    monkeypatch.setattr(demo, "connect", lambda _: None)
+    monkeypatch.setattr(demo, "Scenes", Played)
+    monkeypatch.setattr(demo.local, "start_local_ray", lambda: None)
+    monkeypatch.setattr(demo.local, "deploy", lambda *_, **__: "http://127.0.0.1:1")
+    monkeypatch.setattr(demo.local, "stop", stop)
+    return stage
+
+
+def _good(found: Findings) -> None:
+    found.runs += [_run("mapped", 100.0), _run("recompute", 500.0)]
+
+
+def test_a_demonstration_that_went_well_ends_with_0_and_writes_its_numbers(
+    stage: Stage, tmp_path: Path
+) -> None:
+    file = tmp_path / "numbers.json"
+    assert demo.run_demo(keep=False, json_path=file) == 0
+    content = json.loads(file.read_text())
+    assert content["ok"] and content["table"][0]["mapped_ms"] == 100.0
+    assert stage.stopped == 1
+
+
+def test_a_slower_mapped_path_ends_with_1(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.play = lambda found: found.runs.extend([_run("mapped", 9.0), _run("recompute", 5.0)])
+    assert demo.run_demo(keep=False, json_path=None) == 1
+    assert "500 tokens: mapped KV took 9 ms" in capsys.readouterr().out
+
+
+def test_an_endpoint_that_fails_ends_with_1_and_keeps_what_was_measured(
+    stage: Stage, tmp_path: Path
+) -> None:
+    def fail(found: Findings) -> None:
+        _good(found)
+        raise EngineError("the endpoint did not answer")
+
+    stage.play = fail
+    assert demo.run_demo(keep=False, json_path=tmp_path / "numbers.json") == 1
+    content = json.loads((tmp_path / "numbers.json").read_text())
+    assert content["problems"] == ["the endpoint did not answer"]
+    assert len(content["runs"]) == 2 and stage.stopped == 1
+
+
+def test_ctrl_c_stops_everything(stage: Stage) -> None:
+    def interrupt(found: Findings) -> None:
+        raise KeyboardInterrupt
+
+    stage.play = interrupt
+    assert demo.run_demo(keep=True, json_path=None) == demo.EXIT_INTERRUPTED
+    assert stage.stopped == 1
+
+
+def test_with_keep_ctrl_c_is_the_way_to_end_well(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        assert stage.stopped == 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.time, "sleep", interrupt)
+    assert demo.run_demo(keep=True, json_path=None) == 0
+    assert stage.stopped == 1
 
 
 def test_the_scenes_measure_every_length_on_both_paths_with_conversations_of_their_own(

@@ -166,7 +166,7 @@ def test_handoffs_are_counted_and_timed_by_stage(cascade: RealCascade) -> None:
         assert time.monotonic() < deadline, f"only {stages}"
         time.sleep(2)
     assert re.search(r'kvcascade_handoff_total{[^}]*outcome="mapped"[^}]*} [1-9]', text)
-    assert re.search(r'kvcascade_handoff_bytes_total{[^}]*direction="write"[^}]*} [1-9]', text)
+    assert re.search(r'kvcascade_handoff_bytes_total{[^}]*direction="written"[^}]*} [1-9]', text)
 
 
 def test_health_names_every_part(cascade: RealCascade) -> None:
