@@ -108,7 +108,7 @@ def score_pair(
     import torch
     from rich.progress import Progress
 
-    from mappers.capture import load_model, pack
+    from mappers.capture import load_model, windows
     from mappers.fingerprint import fingerprint
     from mappers.score import score_mapper
     from mappers.store import load_mapper
@@ -116,17 +116,21 @@ def score_pair(
     _hide_loading_bars()
     source_dir, target_dir = _folder(source), _folder(target)
     loaded = load_mapper(
-        resolve_mapper(mapper), fingerprint(source_dir), fingerprint(target_dir), device
+        resolve_mapper(mapper),
+        fingerprint(source_dir),
+        fingerprint(target_dir),
+        device,
+        allow_refused=True,
     )
     unseen = _quickstart_texts()[1] if text is None else read_texts(text)
-    windows = pack(unseen, source_dir, 2 * prefix_tokens, tokens)
+    unseen_windows = windows(unseen, source_dir, 2 * prefix_tokens, tokens)
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("held-out windows", total=len(windows.ids_ST))
+        task = progress.add_task("held-out windows", total=len(unseen_windows.ids_ST))
         return score_mapper(
             load_model(source_dir, torch.bfloat16, device),
             load_model(target_dir, torch.bfloat16, device),
             loaded,
-            windows,
+            unseen_windows,
             prefix_tokens=prefix_tokens,
             advance=lambda done: progress.advance(task, done),
         )
