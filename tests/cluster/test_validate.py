@@ -165,6 +165,7 @@ def write_manifest(pair: Pair, **large_changes: Any) -> None:
         k=1,
         source_layers=((0,),) * 6,
         ridge=Ridge(),
+        first_token_weight=1,
         calibration=data,
         heldout=data,
         heldout_r2=LayerR2(k=(1.0,), v=(1.0,)),
