@@ -5,12 +5,11 @@ Imports nothing heavy; a Hugging Face repository is left to vLLM unless a folder
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from cluster.config import QUICKSTART
 from cluster.errors import MapperError, ModelError
+from cluster.model_files import locate_model
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -55,31 +54,12 @@ def model_folder(source: str) -> Path:
         raise ModelError(f"{source}: neither a folder nor reachable on the hub ({error})") from None
 
 
-def hf_config(source: str) -> dict[str, Any]:
-    """The model's `config.json`; only that file is fetched from the hub."""
-    resolved = Path(resolve_model(source))
-    if resolved.is_dir():
-        path = resolved / "config.json"
-    else:
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(source, "config.json"))
-        except Exception as error:
-            raise ModelError(
-                f"{source}: neither a folder nor reachable on the hub ({error})"
-            ) from None
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
-
-
 def kv_bytes_per_token(source: str, dtype: str) -> int:
     """Bytes of KV cache of one token over all layers and KV heads."""
-    config = hf_config(source)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    return int(config["num_hidden_layers"] * kv_heads * head_dim * 2 * _DTYPE_BYTES[dtype])
+    from mappers.geometry import kv_geometry, read_config
+
+    geometry = kv_geometry(read_config(locate_model(source)))
+    return geometry.layers * geometry.width * 2 * _DTYPE_BYTES[dtype]
 
 
 def resolve_mapper(value: str) -> Path | str:

@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -49,10 +50,7 @@ class TicketDesk:
 
     async def census(self) -> Census:
         """What the engine's KV pool is used for; raises TimeoutError when the core is silent."""
-        layout = await asyncio.wait_for(asyncio.shield(self._layout), _ANSWER_TIMEOUT_S)
-        answer = await ask(
-            self._context, layout.control_address, AskCensus(), timeout_s=_ANSWER_TIMEOUT_S
-        )
+        answer = await self._ask_scheduler(AskCensus())
         assert isinstance(answer, Census)
         return answer
 
@@ -77,9 +75,14 @@ class TicketDesk:
     async def release(self, request_id: str) -> None:
         """Free what is kept for a request that has ended; does nothing when nothing is."""
         await self.take(request_id)
+        await self._ask_scheduler(Release(ticket_id=request_id))
+
+    async def _ask_scheduler(self, message: AskCensus | Release) -> Any:
+        """The answer of this engine's own scheduler half, once it has introduced itself."""
         layout = await asyncio.wait_for(asyncio.shield(self._layout), _ANSWER_TIMEOUT_S)
-        message = Release(ticket_id=request_id)
-        await ask(self._context, layout.control_address, message, timeout_s=_ANSWER_TIMEOUT_S)
+        return await ask(
+            self._context, layout.control_address, message, timeout_s=_ANSWER_TIMEOUT_S
+        )
 
     def forget(self, request_id: str) -> None:
         """No answer will come for this request, or nobody wants it."""
