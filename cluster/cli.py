@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from cluster.cli_mapper import fit, score
+from cluster.cli_plan import plan
 from cluster.errors import KvcascadeError, UserError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ app = typer.Typer(
 )
 app.command()(fit)
 app.command()(score)
+app.command()(plan)
 
 PortOption = Annotated[
     int | None, typer.Option(help="HTTP port instead of the file's.", min=1, max=65535)

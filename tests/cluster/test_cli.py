@@ -32,7 +32,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_help_names_every_command() -> None:
     shown = run("--help").output
-    for name in ("models", "fit", "score", "validate", "serve", "demo"):
+    for name in ("models", "fit", "score", "plan", "validate", "serve", "demo"):
         assert f" {name} " in shown
 
 
