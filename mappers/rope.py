@@ -3,7 +3,7 @@
 Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`, so that llama3 and YaRN scaling, with
 YaRN's attention factor, agree with the model. Knows one model at a time and nothing of mapping.
 
-Shapes: T tokens, H KV heads, D head_dim; `...` any leading dimensions.
+Shapes: T tokens, H KV heads, D head_dim, R of which are turned; `...` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from mappers.geometry import RopeSpec
 class Rope:
     """Rotation of keys [..., T, H, D] by absolute position, in fp32.
 
-    The rotation is the half-split ("neox") one of transformers' `apply_rotary_pos_emb` for Llama.
+    The rotation is the half-split ("neox") one of transformers' `apply_rotary_pos_emb` for Llama,
+    on the first `rotary_dim` elements of a head; the others pass unchanged. Angles are products in
+    fp32, as in transformers and vLLM, whose cos and sin these equal bit for bit: more digits would
+    give other angles (up to 0.004 rad at position 131,071) than those the model was run with.
     `strip` is its exact inverse: `apply` multiplies cos and sin by attention_scaling, so `strip`
     turns back and divides by it, once.
     """
@@ -43,23 +46,26 @@ class Rope:
         return _rotate(k, cos * scale, -sin * scale)
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, D/2] in fp32, multiplied by attention_scaling."""
+        """cos and sin [T, 1, R/2] in fp32, multiplied by attention_scaling."""
         angle = positions.to(torch.float32)[:, None] * self._inv_freq
         scale = self.attention_scaling
         return (angle.cos() * scale)[:, None], (angle.sin() * scale)[:, None]
 
 
 def _rotate(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = k.float().chunk(2, dim=-1)
+    half = cos.shape[-1]
+    turned = 2 * half
+    k = k.float()
+    first, second = k[..., :half], k[..., half:turned]
     out = torch.empty(k.shape, dtype=torch.float32, device=k.device)
-    half = k.shape[-1] // 2
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half:turned]).addcmul_(first, sin)
+    out[..., turned:] = k[..., turned:]
     return out
 
 
 def _inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    """Inverse frequencies [D/2] in fp32 and the attention scaling of `spec`."""
+    """Inverse frequencies [R/2] in fp32 and the attention scaling of `spec`."""
     # transformers takes seconds to import and only this function needs it.
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
