@@ -102,6 +102,18 @@ class ModelConfig(_Node):
         for key in self.engine_kwargs:
             if key in owned:
                 raise ValueError(f"engine_kwargs.{key}: set `{owned[key]}` instead")
+        cache_dtype = self.engine_kwargs.get("kv_cache_dtype", "auto")
+        if cache_dtype not in ("auto", self.dtype):
+            raise ValueError(
+                f"engine_kwargs.kv_cache_dtype {cache_dtype}: mappers read and write the KV cache "
+                "in the model's dtype; remove it or set `auto`"
+            )
+        for key in ("hf_overrides", "config_format"):
+            if key in self.engine_kwargs:
+                raise ValueError(
+                    f"engine_kwargs.{key}: the engine would read another RoPE than the mapper was "
+                    "fitted for; change the model's config.json instead"
+                )
         if self.kv_pool_tokens is not None and self.kv_pool_tokens < self.max_model_len_tokens:
             raise ValueError(
                 f"kv_pool_tokens {self.kv_pool_tokens} is smaller than max_model_len_tokens "
@@ -119,6 +131,9 @@ class MapperConfig(_Node):
         description="Folder of a fitted mapper, `quickstart` or `identity` (same model twice)."
     )
     device: str = Field("cpu", description="Torch device on which the map runs, as `cuda:0`.")
+    allow_refused: bool = Field(
+        False, description="Serve a mapper although its own test says `refuse`."
+    )
     num_gpus: float = Field(0, ge=0, description="GPUs that a replica reserves in Ray.")
     threads: PositiveInt = Field(1, description="CPU threads of the map.")
     chunk_tokens: PositiveInt = Field(

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.config import QUICKSTART
 from cluster.errors import ConfigError, ModelError
 
-_HUB_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+_HUB_FILES = ("config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json")
 _HUB_TIMEOUT_S = 5.0
 
 

@@ -272,7 +272,15 @@ def _check_mapper(config: CascadeConfig, models: dict[str, _Model]) -> Iterator[
         )
     if manifest.score is not None and manifest.score.verdict == "refuse":
         reasons = "; ".join(manifest.score.reasons)
-        yield Finding("problem", key, f"the mapper failed its own test ({reasons}); fit another")
+        if config.mapper.allow_refused:
+            yield Finding("ok", key, f"allowed although it failed its own test ({reasons})")
+            return
+        yield Finding(
+            "problem",
+            key,
+            f"the mapper failed its own test ({reasons}); fit another, or set "
+            "`mapper.allow_refused: true` to serve it all the same",
+        )
 
 
 def _shape(geometry: Any) -> dict[str, int]:

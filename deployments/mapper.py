@@ -50,6 +50,7 @@ class MapperServer:
             cascade.mapper.device,
             compute_dtype=dtype,
             dtype=dtype,
+            allow_refused=cascade.mapper.allow_refused,
         )
         self._converter = Converter(
             mapper,

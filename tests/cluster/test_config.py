@@ -45,6 +45,8 @@ def test_a_configuration_is_the_same_after_a_trip_through_json() -> None:
         ("large.name", "cascade", "need different names"),
         ("small.kv_pool_tokens", 4096, "one full request would never fit"),
         ("small.engine_kwargs", {"max_model_len": 1}, "set `max_model_len_tokens` instead"),
+        ("small.engine_kwargs", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: mappers read"),
+        ("large.engine_kwargs", {"hf_overrides": {}}, "change the model's config.json instead"),
         ("transport.ucx_env", {"PATH": "x"}, "only variables named UCX_* belong here"),
         ("handoff.max_pinned_fraction", 1.5, "args.handoff.max_pinned_fraction:"),
         ("handoff.lease_s", 0, "args.handoff.lease_s:"),
