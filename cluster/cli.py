@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from cluster.cli_mapper import fit, score
 from cluster.cli_plan import plan
+from cluster.cli_validate_pair import validate_pair
 from cluster.errors import KvcascadeError, UserError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ app = typer.Typer(
 app.command()(fit)
 app.command()(score)
 app.command()(plan)
+app.command()(validate_pair)
 
 PortOption = Annotated[
     int | None, typer.Option(help="HTTP port instead of the file's.", min=1, max=65535)

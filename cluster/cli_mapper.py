@@ -6,12 +6,12 @@ Like `cluster.cli`, it imports what is heavy only when a command runs.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from mappers.manifest import ScoreReport
+    from mappers.score_report import ScoreReport
 
 SourceOption = Annotated[
     str,
@@ -29,6 +29,14 @@ TextOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Torch device, as `cuda:0`.")]
+SuffixOption = Annotated[
+    int,
+    typer.Option(
+        help="Last tokens of a prefix that the target reads itself, as "
+        "`handoff.native_suffix_tokens` in serving.",
+        min=1,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -47,6 +55,52 @@ def fit(
     ridge_lambda: Annotated[
         float, typer.Option(help="Ridge penalty after centring, absolute.", min=0)
     ] = 0.01,
+    relative_lambda: Annotated[
+        bool,
+        typer.Option(
+            "--relative-lambda", help="Take --ridge-lambda as a share of the mean variance."
+        ),
+    ] = False,
+    selection: Annotated[
+        str,
+        typer.Option(
+            help="`top`: the source layers that explain most, each alone; `greedy`: one after the "
+            "other, each what is left."
+        ),
+    ] = "top",
+    attention_weights: Annotated[
+        bool,
+        typer.Option(
+            "--attention-weights",
+            help="Weight tokens by what the target's attention reads of them; reads twice.",
+        ),
+    ] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Try every k and both supports, and write the best."),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Image file to draw the sweep's curves into.")
+    ] = None,
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            "--sequential",
+            help="Load one model after the other, the source's cache on disk between. Chosen by "
+            "itself where both do not fit into memory.",
+        ),
+    ] = False,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Folder of checkpoints, from which a rerun goes on. Unset: OUT.work."),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Read one share of the text only, as `2/4`, and leave it in --work."),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Finish from this many shares in --work.", min=1)
+    ] = None,
     text: TextOption = None,
     heldout: Annotated[
         Path | None,
@@ -62,25 +116,45 @@ def fit(
     """
     from rich.console import Console
 
-    from cluster.fitting import fit_pair
+    from cluster.errors import MapperError
+    from cluster.fitting import fit_pair, fit_pair_shard, fit_settings
 
-    report = fit_pair(
-        source,
-        target,
-        out,
+    if plot is not None and not sweep:
+        raise MapperError("--plot draws what --sweep tries; give both")
+    settings = fit_settings(
         k=k,
         support=support,
         tokens=tokens,
         ridge_lambda=ridge_lambda,
-        text=text,
-        heldout=heldout,
-        device=device,
-        console=Console(stderr=True),
+        relative_lambda=relative_lambda,
+        selection=selection,
+        attention_weights=attention_weights,
+        sweep=sweep,
     )
+    where: dict[str, Any] = {
+        "text": text,
+        "heldout": heldout,
+        "device": device,
+        "sequential": sequential or None,
+        "work": work,
+        "console": Console(stderr=True),
+    }
+    if shard is not None:
+        typer.echo(fit_pair_shard(source, target, out, settings, shard, **where))
+        return
+    report = fit_pair(source, target, out, settings, shards=shards, **where)
+    if report.sweep is not None and plot is not None:
+        from mappers.sweep import plot_sweep
+
+        plot_sweep(report.sweep, plot)
     manifest = report.manifest
     if as_json:
         typer.echo(manifest.model_dump_json(indent=2))
         return
+    if report.sweep is not None:
+        from cluster.sweep_table import print_sweep
+
+        print_sweep(report.sweep, Console())
     stages = ", ".join(f"{name} {spent_s:.1f} s" for name, spent_s in report.seconds.items())
     typer.echo(f"mapper {report.mapper_id} in {report.folder}")
     typer.echo(f"{report.parameters / 1e6:.1f} M parameters; {stages}")
@@ -88,8 +162,10 @@ def fit(
         f"held-out R2: keys {manifest.heldout_r2.mean_k:.3f}, "
         f"values {manifest.heldout_r2.mean_v:.3f}"
     )
-    assert manifest.score is not None, "fit() scores what it writes"
-    print_score(manifest.score)
+    if manifest.score is None:
+        typer.echo("not judged: both models do not fit into memory; run `kvcascade score`")
+    else:
+        print_score(manifest.score)
 
 
 def score(
@@ -106,6 +182,7 @@ def score(
     prefix_tokens: Annotated[
         int, typer.Option(help="Tokens before and after which every window is cut.", min=2)
     ] = 256,
+    native_suffix_tokens: SuffixOption = 1,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
@@ -125,6 +202,7 @@ def score(
         text=text,
         tokens=tokens,
         prefix_tokens=prefix_tokens,
+        native_suffix_tokens=native_suffix_tokens,
         device=device,
         console=Console(stderr=True),
     )
@@ -140,8 +218,9 @@ def print_score(report: ScoreReport) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"{report.windows} held-out windows: {report.prefix_tokens} tokens of cache, then "
-        f"{report.scored_tokens} scored"
+        title=f"{report.windows} held-out windows: {report.prefix_tokens} tokens of prefix, the "
+        "last "
+        f"{report.native_suffix_tokens} read natively, then {report.scored_tokens} scored"
     )
     table.add_column("cache of the large model")
     for name in ("perplexity", "KL to native", "top-1 agreement", "attention cosine"):

@@ -17,8 +17,8 @@ from cluster.sources import model_folder, quickstart_mapper_folder, resolve_mapp
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mappers.fit import FitReport
-    from mappers.manifest import ScoreReport
+    from mappers.fit import FitReport, FitSettings
+    from mappers.score_report import ScoreReport
 
 QUICKSTART_K = 8
 """Source layers per target layer of the quickstart mapper, as in the paper's main result."""
@@ -55,41 +55,102 @@ def fit_pair(
     source: str,
     target: str,
     out: Path,
+    settings: FitSettings | None = None,
     *,
-    k: int = QUICKSTART_K,
-    support: str = "full",
-    tokens: int = QUICKSTART_TOKENS,
-    heldout_tokens: int = QUICKSTART_HELDOUT_TOKENS,
-    ridge_lambda: float = 0.01,
     text: Path | None = None,
     heldout: Path | None = None,
     device: str = "cpu",
+    sequential: bool | None = None,
+    work: Path | None = None,
+    shards: int | None = None,
     console: Console,
 ) -> FitReport:
     """Fit a mapper between two named models; see `mappers.fit.fit`.
 
-    Without `text` the quickstart pair's own text is read; without `heldout` a tenth of `text` is
-    kept back. Raises MapperError or ModelError with what to change.
+    Without `settings` those of the quickstart mapper hold. Without `text` the quickstart pair's own
+    text is read; without `heldout` a tenth of `text` is kept back. Raises MapperError or ModelError
+    with what to change.
     """
     from mappers.fit import fit
 
+    hide_loading_bars()
+    return fit(
+        named_folder(source),
+        named_folder(target),
+        *_texts(text, heldout),
+        out,
+        settings or fit_settings(),
+        device=device,
+        sequential=sequential,
+        work_dir=work,
+        shards=shards,
+        console=console,
+    )
+
+
+def fit_pair_shard(
+    source: str,
+    target: str,
+    out: Path,
+    settings: FitSettings,
+    shard: str,
+    *,
+    text: Path | None = None,
+    heldout: Path | None = None,
+    device: str = "cpu",
+    sequential: bool | None = None,
+    work: Path | None = None,
+    console: Console,
+) -> Path:
+    """Read one share of a fit, `shard` as in "2/4"; gives the file it leaves for `fit_pair`."""
+    from mappers.fit import fit_shard
+
+    index, _, count = shard.partition("/")
+    if not (index.isdecimal() and count.isdecimal()):
+        raise MapperError(f"shard {shard!r}: give it as 2/4, the second of four")
+    hide_loading_bars()
+    return fit_shard(
+        named_folder(source),
+        named_folder(target),
+        *_texts(text, heldout),
+        out,
+        settings,
+        shard=(int(index), int(count)),
+        device=device,
+        sequential=sequential,
+        work_dir=work,
+        console=console,
+    )
+
+
+def fit_settings(
+    *,
+    k: int = QUICKSTART_K,
+    support: str = "full",
+    tokens: int = QUICKSTART_TOKENS,
+    ridge_lambda: float = 0.01,
+    relative_lambda: bool = False,
+    selection: str = "top",
+    attention_weights: bool = False,
+    sweep: bool = False,
+) -> FitSettings:
+    """Settings of a fit from the words of a command line; MapperError for an unknown word."""
+    from mappers.fit import FitSettings
+    from mappers.manifest import Ridge
+
     if support not in ("full", "head_local"):
         raise MapperError(f"support {support!r}: choose `full` or `head_local`")
-    calibration, unseen = _texts(text, heldout)
-    _hide_loading_bars()
-    return fit(
-        _folder(source),
-        _folder(target),
-        calibration,
-        unseen,
-        out,
+    if selection not in ("top", "greedy"):
+        raise MapperError(f"selection {selection!r}: choose `top` or `greedy`")
+    return FitSettings(
         k=k,
         support=cast(Literal["full", "head_local"], support),
-        ridge=ridge_lambda,
+        ridge=Ridge(value=ridge_lambda, relative=relative_lambda),
+        selection=cast(Literal["top", "greedy"], selection),
+        attention_weights=attention_weights,
+        sweep=sweep,
         tokens=tokens,
-        heldout_tokens=heldout_tokens,
-        device=device,
-        console=console,
+        heldout_tokens=QUICKSTART_HELDOUT_TOKENS,
     )
 
 
@@ -101,6 +162,7 @@ def score_pair(
     text: Path | None = None,
     tokens: int = 8_192,
     prefix_tokens: int = 256,
+    native_suffix_tokens: int = 1,
     device: str = "cpu",
     console: Console,
 ) -> ScoreReport:
@@ -113,8 +175,8 @@ def score_pair(
     from mappers.score import score_mapper
     from mappers.store import load_mapper
 
-    _hide_loading_bars()
-    source_dir, target_dir = _folder(source), _folder(target)
+    hide_loading_bars()
+    source_dir, target_dir = named_folder(source), named_folder(target)
     loaded = load_mapper(
         resolve_mapper(mapper),
         fingerprint(source_dir),
@@ -122,7 +184,7 @@ def score_pair(
         device,
         allow_refused=True,
     )
-    unseen = _quickstart_texts()[1] if text is None else read_texts(text)
+    unseen = quickstart_texts()[1] if text is None else read_texts(text)
     unseen_windows = windows(unseen, source_dir, 2 * prefix_tokens, tokens)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("held-out windows", total=len(unseen_windows.ids_ST))
@@ -132,11 +194,12 @@ def score_pair(
             loaded,
             unseen_windows,
             prefix_tokens=prefix_tokens,
+            native_suffix_tokens=native_suffix_tokens,
             advance=lambda done: progress.advance(task, done),
         )
 
 
-def _hide_loading_bars() -> None:
+def hide_loading_bars() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -176,7 +239,7 @@ def _jsonl_text(path: Path, number: int, line: str) -> str:
 
 def _texts(text: Path | None, heldout: Path | None) -> tuple[list[str], list[str]]:
     if text is None:
-        calibration, unseen = _quickstart_texts()
+        calibration, unseen = quickstart_texts()
         return calibration, unseen if heldout is None else read_texts(heldout)
     texts = read_texts(text)
     if heldout is not None:
@@ -187,7 +250,7 @@ def _texts(text: Path | None, heldout: Path | None) -> tuple[list[str], list[str
     return texts[:-kept], texts[-kept:]
 
 
-def _quickstart_texts() -> tuple[list[str], list[str]]:
+def quickstart_texts() -> tuple[list[str], list[str]]:
     """Calibration and held-out text, each in a fixed random order: a fit reads only a part."""
     from cluster.quickstart.text import calibration_texts, heldout_texts
 
@@ -196,7 +259,7 @@ def _quickstart_texts() -> tuple[list[str], list[str]]:
     return shuffle(calibration, len(calibration)), shuffle(unseen, len(unseen))
 
 
-def _folder(name: str) -> Path:
+def named_folder(name: str) -> Path:
     """The folder of a model; `small` and `large` are the quickstart pair's."""
     known = {"small": f"{QUICKSTART}small", "large": f"{QUICKSTART}large"}
     folder = model_folder(known.get(name, name))

@@ -118,15 +118,26 @@ def load_model(model_dir: Path, dtype: torch.dtype, device: torch.device | str) 
 
 
 @torch.inference_mode()
-def position_free_kv(model: Any, rope: Rope, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+def cached_kv(model: Any, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Run a model, without its head, over sequences that start at position 0.
 
-    Gives position-free keys (fp32) and values (the model's dtype), both [L, B*T, H, D].
+    Gives keys (with RoPE) and values as it caches them, both [L, B, T, H, D].
     """
     output = model.base_model(input_ids=ids_BT.to(model.device), use_cache=True)
-    k_LBTHD, v_LBTHD = cache_to_kv(output.cache)
-    k_LBTHD = rope.strip(k_LBTHD, rope.positions(0, ids_BT.shape[1]))
+    return cache_to_kv(output.cache)
+
+
+@torch.inference_mode()
+def position_free(kv: tuple[Tensor, Tensor], rope: Rope) -> tuple[Tensor, Tensor]:
+    """Position-free keys (fp32) and values (their dtype), both [L, B*T, H, D], of `cached_kv`'s."""
+    k_LBTHD, v_LBTHD = kv
+    k_LBTHD = rope.strip(k_LBTHD, rope.positions(0, k_LBTHD.shape[2]))
     return k_LBTHD.flatten(1, 2), v_LBTHD.flatten(1, 2)
+
+
+def position_free_kv(model: Any, rope: Rope, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """`position_free` of what a model caches for sequences that start at position 0."""
+    return position_free(cached_kv(model, ids_BT), rope)
 
 
 def cache_to_kv(cache: DynamicCache) -> tuple[Tensor, Tensor]:

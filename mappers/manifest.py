@@ -8,16 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from cluster.errors import MapperError, MapperMismatch
 from mappers.fingerprint import ModelFingerprint
+from mappers.score_report import ScoreReport
 
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "mapper.safetensors"
 
 Support = Literal["full", "head_local"]
-Verdict = Literal["accept", "refuse"]
+Selection = Literal["top", "greedy"]
 
 
 class _Frozen(BaseModel):
@@ -61,46 +62,36 @@ class LayerR2(_Frozen):
         return sum(self.v) / len(self.v)
 
 
-class ScoreRow(_Frozen):
-    """How the large model predicts text after one kind of prefix cache.
+class AttentionWeighting(_Frozen):
+    """Calibration tokens were weighted by what the target's attention reads of them.
 
-    `kl_to_native` in nats per token; `attention_cosine` compares every head's attention output with
-    the native run's, layer errors accumulating, and is unknown for a run of another model.
+    Weights are 1 + alpha (r - 1), r being relevance of mean 1 at `boundaries` positions per
+    sequence; `alpha_k_LG` and `alpha_v_LG` by target layer and head group, each the largest that
+    leaves an effective sample of `least_effective_tokens` (arXiv 2609.00891).
     """
 
-    name: str
-    perplexity: float
-    kl_to_native: float
-    top1_agreement: float
-    attention_cosine: float | None
+    boundaries: int
+    least_effective_tokens: int
+    alpha_k_LG: tuple[tuple[float, ...], ...]
+    alpha_v_LG: tuple[tuple[float, ...], ...]
 
 
-class ScoreReport(_Frozen):
-    """The mapped cache beside its controls, and the verdict.
+class Networks(_Frozen):
+    """Shape of a nonlinear mapper's networks; `residual` when they stand on a linear map."""
 
-    `recovered_gap` is the share of the gap in nats between no prefix and native that the mapped
-    cache closes, None when the prefix does not help. `reasons` says why a mapper is refused.
-    """
-
-    rows: tuple[ScoreRow, ...]
-    windows: int
-    prefix_tokens: int
-    scored_tokens: int
-    injection_exact: bool
-    recovered_gap: float | None
-    verdict: Verdict
-    reasons: tuple[str, ...]
-
-    def row(self, name: str) -> ScoreRow:
-        """The row called `name`."""
-        return next(row for row in self.rows if row.name == name)
+    hidden_units: int
+    residual: bool
 
 
 class MapperManifest(_Frozen):
-    """Everything recorded beside a mapper's weights. `score` is None until the mapper is scored."""
+    """Everything recorded beside a mapper's weights. `score` is None until the mapper is scored.
+
+    `networks` belongs to that kind alone; `ridge` is then that of the map they stand on.
+    """
 
     version: Literal[1] = 1
-    kind: Literal["linear"] = "linear"
+    kind: Literal["linear", "networks"] = "linear"
+    networks: Networks | None = None
     source: ModelFingerprint
     target: ModelFingerprint
     support: Support
@@ -108,12 +99,20 @@ class MapperManifest(_Frozen):
     source_layers: tuple[tuple[int, ...], ...]
     ridge: Ridge
     first_token_weight: int
+    selection: Selection = "top"
+    attention_weighting: AttentionWeighting | None = None
     calibration: DataRecord
     heldout: DataRecord
     heldout_r2: LayerR2
     score: ScoreReport | None
     weights_sha256: str
     created_by: str
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> MapperManifest:
+        if (self.kind == "networks") != (self.networks is not None):
+            raise ValueError(f"kind {self.kind} does not go with networks {self.networks}")
+        return self
 
     def check(self, source: ModelFingerprint, target: ModelFingerprint) -> None:
         """Raise MapperMismatch, naming the first field in which a running model differs."""

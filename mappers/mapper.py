@@ -1,19 +1,20 @@
 """Turning one model's cached keys and values into another's.
 
-`IdentityMapper` is the readable specification, `LinearMapper` the fitted map. Knows plain tensors
-only: paged blocks are decoded and packed elsewhere. The number of CPU threads is the caller's.
+`IdentityMapper` is the readable specification, `LinearMapper` the fitted map; its fast paths are in
+`torch_map` (processors) and `triton_map` (CUDA). Knows plain tensors only: paged blocks are decoded
+and packed elsewhere. The number of CPU threads is the caller's.
 
 Shapes: S source layers, L target layers, T tokens, H KV heads, D head_dim, G head groups (1 for
-support `full`, H for `head_local`), w elements of one group of one source layer, F features: w of
-every chosen source layer, O elements of one group of one target layer, X of all its groups, N
-designs (distinct choices of source layers: 1 or L), M = L / N target layers of a design, P = M x O.
+support `full`, H for `head_local`), F features: all elements of one group of every chosen source
+layer, O elements of one group of one target layer, X of all its groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -24,10 +25,13 @@ from mappers.fingerprint import ModelFingerprint
 from mappers.geometry import KVGeometry
 from mappers.manifest import WEIGHTS_FILE, read_manifest
 from mappers.rope import Rope
+from mappers.torch_map import TorchMap
+from mappers.weights import LinearWeights
 
-# Tokens per matrix product: large enough for full speed, small enough for the gathered features of
-# all target layers to stay near the processor.
-_TOKENS_PER_STEP = 256
+if TYPE_CHECKING:
+    from mappers.triton_map import TritonMap
+
+__all__ = ["IdentityMapper", "LinearMapper", "LinearWeights", "Mapper", "require_shape"]
 
 
 class Mapper(Protocol):
@@ -56,19 +60,8 @@ class IdentityMapper:
 
     def apply(self, k_STHD: Tensor, v_STHD: Tensor, start_position: int) -> tuple[Tensor, Tensor]:
         """See `Mapper.apply`."""
-        _require_shape(self.source, k_STHD, v_STHD)
+        require_shape(self.source, k_STHD, v_STHD)
         return k_STHD.to(self.dtype), v_STHD.to(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """Fitted weights [L, G, F, O] and biases [L, G, O], and the layers [L][K] they read."""
-
-    source_layers: tuple[tuple[int, ...], ...]
-    k_weight_LGFO: Tensor
-    k_bias_LGO: Tensor
-    v_weight_LGFO: Tensor
-    v_bias_LGO: Tensor
 
 
 class LinearMapper:
@@ -92,17 +85,45 @@ class LinearMapper:
         self.target = target.geometry
         self.dtype = dtype
         self.compute_dtype = compute_dtype
+        self.device = torch.device(device)
         self._source_rope = Rope(source.rope, device)
         self._target_rope = Rope(target.rope, device)
-        self._device = torch.device(device)
-        self._source_layers = weights.source_layers
-        # Target layers that all read the same source layers are one design with wider outputs.
-        one_design = len(set(weights.source_layers)) == 1
-        self._designs = weights.source_layers[:1] if one_design else weights.source_layers
-        self._k_weight_NGFP = self._by_design(weights.k_weight_LGFO)
-        self._v_weight_NGFP = self._by_design(weights.v_weight_LGFO)
-        self._k_bias_LX = weights.k_bias_LGO.flatten(1).to(device, torch.float32)
-        self._v_bias_LX = weights.v_bias_LGO.flatten(1).to(device, torch.float32)
+        self._set(weights)
+
+    def _set(self, weights: LinearWeights) -> None:
+        self.weights = weights.placed(self.device, self.compute_dtype)
+        self.fast: TorchMap | TritonMap = TorchMap(*self.parts)
+        if self.device.type == "cuda":
+            # Triton comes with CUDA builds of torch only.
+            from mappers.triton_map import TritonMap, suits
+
+            if suits(self.compute_dtype, self.source, self.target):
+                self.fast = TritonMap(*self.parts)
+
+    @property
+    def parts(self) -> tuple[LinearWeights, KVGeometry, KVGeometry, Rope, Rope]:
+        """What a fast path is made of: weights, then shapes and RoPE of source and target."""
+        return (self.weights, self.source, self.target, self._source_rope, self._target_rope)
+
+    def with_weights(self, weights: LinearWeights) -> LinearMapper:
+        """The same mapper with other weights of the same shapes."""
+        twin = copy.copy(self)
+        twin._set(weights)
+        return twin
+
+    def shard(self, heads: range) -> LinearMapper:
+        """A mapper that makes only these neighbouring KV heads of the target.
+
+        With support `full` it takes the source's whole cache, with `head_local` only the source's
+        heads of the same numbers. Shards side by side are the whole, as tensor-parallel ranks of
+        the engines hold them. MapperError for heads that the target does not have.
+        """
+        twin = copy.copy(self)
+        twin.target = replace(self.target, kv_heads=len(heads))
+        if self.weights.groups > 1:
+            twin.source = replace(self.source, kv_heads=len(heads))
+        twin._set(self.weights.shard(heads, self.target.kv_heads))
+        return twin
 
     @classmethod
     def load(
@@ -138,90 +159,50 @@ class LinearMapper:
     @property
     def flops_per_token(self) -> int:
         """Floating point operations of the matrix products for one token."""
-        return 2 * (self._k_weight_NGFP.numel() + self._v_weight_NGFP.numel())
+        return 2 * (self.weights.k_weight_LGFO.numel() + self.weights.v_weight_LGFO.numel())
 
     @torch.no_grad()
     def apply(self, k_STHD: Tensor, v_STHD: Tensor, start_position: int) -> tuple[Tensor, Tensor]:
         """See `Mapper.apply`."""
-        _require_shape(self.source, k_STHD, v_STHD)
-        tokens = k_STHD.shape[1]
-        shape = (self.target.layers, tokens, self.target.kv_heads, self.target.head_dim)
+        require_shape(self.source, k_STHD, v_STHD)
+        shape = (self.target.layers, k_STHD.shape[1], self.target.kv_heads, self.target.head_dim)
         out_k_LTHD = torch.empty(shape, dtype=self.dtype, device=k_STHD.device)
         out_v_LTHD = torch.empty(shape, dtype=self.dtype, device=k_STHD.device)
-        for begin in range(0, tokens, _TOKENS_PER_STEP):
-            step = slice(begin, min(begin + _TOKENS_PER_STEP, tokens))
-            positions = self._source_rope.positions(start_position + begin, step.stop - begin)
-            free_STHD = self._source_rope.strip(k_STHD[:, step], positions)
-            mapped_LTHD = self._product(free_STHD, self._k_weight_NGFP, self._k_bias_LX)
-            out_k_LTHD[:, step] = self._target_rope.apply(mapped_LTHD, positions)
-            out_v_LTHD[:, step] = self._product(
-                v_STHD[:, step], self._v_weight_NGFP, self._v_bias_LX
-            )
+        self.fast.run(k_STHD, v_STHD, start_position, out_k_LTHD, out_v_LTHD)
         return out_k_LTHD, out_v_LTHD
-
-    def _product(self, x_STHD: Tensor, weight_NGFP: Tensor, bias_LX: Tensor) -> Tensor:
-        """Gather the features of every design and multiply all in one batched product; fp32."""
-        designs, groups, features, _ = weight_NGFP.shape
-        tokens, layers = x_STHD.shape[1], self.target.layers
-        x_STGw = x_STHD.to(self.compute_dtype).reshape(
-            self.source.layers, tokens, groups, self.source.width // groups
-        )
-        x_SGTw = x_STGw.transpose(1, 2)
-        x_NGTF = x_SGTw.new_empty(designs, groups, tokens, features)
-        for chosen, x_GTF in zip(self._designs, x_NGTF, strict=True):
-            torch.cat([x_SGTw[layer] for layer in chosen], dim=-1, out=x_GTF)
-        y_BTP = torch.bmm(x_NGTF.flatten(0, 1), weight_NGFP.flatten(0, 1))
-        y_NGTMO = y_BTP.view(designs, groups, tokens, layers // designs, -1)
-        y_LTX = y_NGTMO.permute(0, 3, 2, 1, 4).float().reshape(layers, tokens, -1)
-        y_LTX += bias_LX[:, None]
-        return y_LTX.view(layers, tokens, self.target.kv_heads, self.target.head_dim)
-
-    def _by_design(self, weight_LGFO: Tensor) -> Tensor:
-        """[L, G, F, O] -> [N, G, F, P], in the compute dtype."""
-        layers, groups, features, outputs = weight_LGFO.shape
-        shape = (len(self._designs), layers // len(self._designs), groups, features, outputs)
-        weight_NGFMO = weight_LGFO.view(shape).permute(0, 2, 3, 1, 4)
-        return weight_NGFMO.flatten(3).to(self._device, self.compute_dtype).contiguous()
 
     @torch.no_grad()
     def apply_reference(
         self, k_STHD: Tensor, v_STHD: Tensor, start_position: int
     ) -> tuple[Tensor, Tensor]:
         """`apply`, written to be read: fp32, one target layer and head group at a time."""
+        w = self.weights
         positions = self._source_rope.positions(start_position, k_STHD.shape[1])
         free_STHD = self._source_rope.strip(k_STHD, positions)
         keys, values = [], []
-        for layer, chosen in enumerate(self._source_layers):
-            k_THD = self._one_layer(free_STHD, layer, chosen, self._k_weight_NGFP, self._k_bias_LX)
-            v_THD = self._one_layer(v_STHD, layer, chosen, self._v_weight_NGFP, self._v_bias_LX)
+        for layer, chosen in enumerate(w.source_layers):
+            k_THD = self._one_layer(free_STHD, chosen, w.k_weight_LGFO[layer], w.k_bias_LGO[layer])
+            v_THD = self._one_layer(v_STHD, chosen, w.v_weight_LGFO[layer], w.v_bias_LGO[layer])
             keys.append(self._target_rope.apply(k_THD, positions).to(self.dtype))
             values.append(v_THD.to(self.dtype))
         return torch.stack(keys), torch.stack(values)
 
     def _one_layer(
-        self,
-        x_STHD: Tensor,
-        layer: int,
-        chosen: tuple[int, ...],
-        weight_NGFP: Tensor,
-        bias_LX: Tensor,
+        self, x_STHD: Tensor, chosen: tuple[int, ...], weight_GFO: Tensor, bias_GO: Tensor
     ) -> Tensor:
         """One target layer, one head group after the other, in fp32."""
-        designs, groups = weight_NGFP.shape[:2]
-        design, member = (0, layer) if designs == 1 else (layer, 0)
-        outputs = self.target.width // groups
         parts = []
-        for group in range(groups):
-            share = self.source.kv_heads // groups
+        share = self.source.kv_heads // len(bias_GO)
+        for group, bias_O in enumerate(bias_GO):
             heads = slice(group * share, (group + 1) * share)
             x_TF = torch.cat([x_STHD[s, :, heads].float().flatten(1) for s in chosen], dim=1)
-            columns = slice(member * outputs, (member + 1) * outputs)
-            parts.append(x_TF @ weight_NGFP[design, group, :, columns].float())
-        y_TX = torch.cat(parts, dim=1) + bias_LX[layer]
+            parts.append(x_TF @ weight_GFO[group].float() + bias_O)
+        y_TX = torch.cat(parts, dim=1)
         return y_TX.view(-1, self.target.kv_heads, self.target.head_dim)
 
 
-def _require_shape(geometry: KVGeometry, k_STHD: Tensor, v_STHD: Tensor) -> None:
+def require_shape(geometry: KVGeometry, k_STHD: Tensor, v_STHD: Tensor) -> None:
+    """MapperError, naming both shapes, unless keys and values are [S, T, H, D] of `geometry`."""
     expected = (geometry.layers, k_STHD.shape[1], geometry.kv_heads, geometry.head_dim)
     for name, tensor in (("keys", k_STHD), ("values", v_STHD)):
         if tuple(tensor.shape) != expected:

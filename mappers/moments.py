@@ -3,11 +3,12 @@
 Observations are never kept: each batch becomes a mean and products, merged by Chan's update, and
 any choice of layers, support or ridge is solved from the same sums. Knows nothing of models.
 
-Shapes: N observations, F features (all source layers x heads x dims), O outputs (likewise, target).
+Shapes: N observations, F features, O outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,114 +16,172 @@ import torch
 from torch import Tensor
 
 from cluster.errors import MapperError
-from mappers.geometry import KVGeometry
+
+# Rows of a product formed at a time: its fp32 copy stays small, and tiles below the diagonal of the
+# symmetric sum need neither be computed nor kept.
+_TILE = 1024
 
 
 @dataclass(slots=True)
 class Moments:
-    """Means and centred sums of products, fp64. Sums grow with `count`; divide for covariances.
+    """Weighted means and centred sums of products, fp64. Sums grow with `count`.
 
-    Products inside one batch are formed in fp32 unless the batch is fp64 (relative error about 1e-6
-    for a few thousand rows); everything across batches is fp64.
+    `count` is the sum of weights. Products inside one batch are formed in fp32 unless the batch is
+    fp64 (relative error about 1e-6 for a few thousand rows); everything across batches is fp64.
+    Without `gram`, products of features with features are not kept.
     """
 
     features: int
     outputs: int
-    count: int = 0
+    gram: bool = True
+    device: torch.device | str = "cpu"
+    count: float = field(init=False, default=0.0)
     mean_x_F: Tensor = field(init=False)
     mean_y_O: Tensor = field(init=False)
-    xx_FF: Tensor = field(init=False)
+    xx_tiles: list[Tensor] = field(init=False)
     xy_FO: Tensor = field(init=False)
     yy_O: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
+            return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
         self.mean_x_F = zeros(self.features)
         self.mean_y_O = zeros(self.outputs)
-        self.xx_FF = zeros(self.features, self.features)
+        self.xx_tiles = [
+            zeros(rows.stop - rows.start, self.features - rows.start)
+            for rows in _tiles(self.features if self.gram else 0)
+        ]
         self.xy_FO = zeros(self.features, self.outputs)
         self.yy_O = zeros(self.outputs)
 
-    def update(self, x_NF: Tensor, y_NO: Tensor, weight: int = 1) -> None:
-        """Add N paired observations of any float dtype, as if each came `weight` times."""
+    @property
+    def xx_FF(self) -> Tensor:
+        """Products of all features with all, symmetric; a copy."""
+        return self.gram_of(torch.arange(self.features, device=self.device))
+
+    def gram_of(self, rows_R: Tensor) -> Tensor:
+        """Products [R, R] of some features, given in ascending order; a copy."""
+        assert self.gram, "these moments were made without products of features"
+        xx_RR = torch.empty(len(rows_R), len(rows_R), dtype=torch.float64, device=self.device)
+        for tile, xx in zip(_tiles(self.features), self.xx_tiles, strict=True):
+            first, end = torch.searchsorted(
+                rows_R, torch.tensor([tile.start, tile.stop], device=rows_R.device)
+            ).tolist()
+            rows, columns = rows_R[first:end] - tile.start, rows_R[first:] - tile.start
+            xx_RR[first:end, first:] = xx[rows[:, None], columns]
+            xx_RR[end:, first:end] = xx_RR[first:end, end:].T
+        return xx_RR
+
+    def update(self, x_NF: Tensor, y_NO: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add N paired observations of any float dtype.
+
+        An observation of weight w (one number for all, or a tensor [N]) counts as if it came w
+        times.
+        """
         assert x_NF.shape[0] == y_NO.shape[0] > 0, "features and outputs must be paired"
         dtype = torch.float64 if x_NF.dtype == torch.float64 else torch.float32
-        x_NF, y_NO = x_NF.to(dtype), y_NO.to(dtype)
-        mean_x_F, mean_y_O = x_NF.mean(0), y_NO.mean(0)
-        x_NF, y_NO = x_NF - mean_x_F, y_NO - mean_y_O
-        self._add(
-            x_NF.shape[0] * weight,
-            mean_x_F.double(),
-            mean_y_O.double(),
-            (x_NF.T @ x_NF).mul_(weight),
-            (x_NF.T @ y_NO).mul_(weight),
-            (y_NO * y_NO).sum(0) * weight,
-        )
+        x_NF, y_NO = x_NF.to(self.device, dtype), y_NO.to(self.device, dtype)
+        if isinstance(weight, Tensor):
+            weight_N = weight.to(self.device, torch.float64)
+            count, scale = float(weight_N.sum()), 1.0
+            share_N, root_N = (weight_N / count).to(dtype), weight_N.sqrt().to(dtype)
+            mean_x_F, mean_y_O = share_N @ x_NF, share_N @ y_NO
+            x_NF = (x_NF - mean_x_F).mul_(root_N[:, None])
+            y_NO = (y_NO - mean_y_O).mul_(root_N[:, None])
+        else:
+            count, scale = x_NF.shape[0] * float(weight), float(weight)
+            mean_x_F, mean_y_O = x_NF.mean(0), y_NO.mean(0)
+            x_NF, y_NO = x_NF - mean_x_F, y_NO - mean_y_O
+        dx_F, dy_O, between = self._advance(count, mean_x_F.double(), mean_y_O.double())
+        for tile, xx in zip(self._gram_tiles(), self.xx_tiles, strict=True):
+            xx.add_(x_NF[:, tile].T @ x_NF[:, tile.start :], alpha=scale)
+            xx.addr_(dx_F[tile], dx_F[tile.start :], alpha=between)
+        for tile in _tiles(self.features if self.outputs else 0):
+            xy = self.xy_FO[tile]
+            xy.add_(x_NF[:, tile].T @ y_NO, alpha=scale).addr_(dx_F[tile], dy_O, alpha=between)
+        self.yy_O.add_((y_NO * y_NO).sum(0), alpha=scale).addcmul_(dy_O, dy_O, value=between)
 
     def merge(self, other: Moments) -> None:
         """Add everything `other` has seen, as if its observations had come here."""
-        if other.count:
-            self._add(
-                other.count, other.mean_x_F, other.mean_y_O, other.xx_FF, other.xy_FO, other.yy_O
-            )
+        if not other.count:
+            return
+        dx_F, dy_O, between = self._advance(other.count, other.mean_x_F, other.mean_y_O)
+        tiles = zip(self._gram_tiles(), self.xx_tiles, other.xx_tiles, strict=True)
+        for tile, mine, theirs in tiles:
+            mine.add_(theirs).addr_(dx_F[tile], dx_F[tile.start :], alpha=between)
+        self.xy_FO.add_(other.xy_FO).addr_(dx_F, dy_O, alpha=between)
+        self.yy_O.add_(other.yy_O).addcmul_(dy_O, dy_O, value=between)
 
-    def _add(
-        self, count: int, mean_x_F: Tensor, mean_y_O: Tensor, xx: Tensor, xy: Tensor, yy: Tensor
-    ) -> None:
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything accumulated, by name; `load` takes it back bit for bit."""
+        named = {
+            "count": torch.tensor([self.count], dtype=torch.float64),
+            "mean_x_F": self.mean_x_F,
+            "mean_y_O": self.mean_y_O,
+            "xy_FO": self.xy_FO,
+            "yy_O": self.yy_O,
+        }
+        return named | {f"xx_{at}": xx for at, xx in enumerate(self.xx_tiles)}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Moments:
+        """Moments that read what `tensors` gave, without copying it."""
+        made = cls(0, 0, gram=False)
+        made.features, made.outputs = tensors["xy_FO"].shape
+        made.count = float(tensors["count"])
+        made.mean_x_F, made.mean_y_O = tensors["mean_x_F"], tensors["mean_y_O"]
+        made.xy_FO, made.yy_O = tensors["xy_FO"], tensors["yy_O"]
+        made.xx_tiles = [tensors[f"xx_{at}"] for at in range(len(tensors) - 5)]
+        made.gram = bool(made.xx_tiles)
+        return made
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the state that `tensors` gave for moments of the same shape."""
+        for name, mine in self.tensors().items():
+            if name == "count":
+                self.count = float(tensors[name])
+            else:
+                mine.copy_(tensors[name])
+
+    def _gram_tiles(self) -> Iterator[slice]:
+        return _tiles(self.features if self.gram else 0)
+
+    def _advance(
+        self, count: float, mean_x_F: Tensor, mean_y_O: Tensor
+    ) -> tuple[Tensor, Tensor, float]:
+        """Move count and means; gives the distances of the means and their factor (Chan)."""
+        assert count > 0, "observations without weight"
         total = self.count + count
-        weight = self.count * count / total
+        between = self.count * count / total
         dx_F, dy_O = mean_x_F - self.mean_x_F, mean_y_O - self.mean_y_O
-        self.xx_FF.add_(xx).addr_(dx_F, dx_F, alpha=weight)
-        self.xy_FO.add_(xy).addr_(dx_F, dy_O, alpha=weight)
-        self.yy_O.add_(yy).addcmul_(dy_O, dy_O, value=weight)
         self.mean_x_F.add_(dx_F, alpha=count / total)
         self.mean_y_O.add_(dy_O, alpha=count / total)
         self.count = total
+        return dx_F, dy_O, between
 
 
-@dataclass(slots=True)
-class PairMoments:
-    """Moments of keys and of values of one ordered pair of models."""
-
-    source: KVGeometry
-    target: KVGeometry
-    k: Moments = field(init=False)
-    v: Moments = field(init=False)
-
-    def __post_init__(self) -> None:
-        features = self.source.layers * self.source.width
-        outputs = self.target.layers * self.target.width
-        self.k = Moments(features, outputs)
-        self.v = Moments(features, outputs)
+def moments_bytes(features: int, outputs: int, gram: bool = True) -> int:
+    """Bytes that `Moments` of this shape keep."""
+    sums = features * outputs + features + 2 * outputs
+    if gram:
+        sums += sum((t.stop - t.start) * (features - t.start) for t in _tiles(features))
+    return 8 * sums
 
 
-def moments_bytes(source: KVGeometry, target: KVGeometry) -> int:
-    """Peak memory of one PairMoments while a batch is added, in bytes."""
-    features = source.layers * source.width
-    outputs = target.layers * target.width
-    sums = features * (features + outputs + 2) + 2 * outputs
-    batch_product = features * max(features, outputs)
-    return 2 * 8 * sums + 4 * batch_product
+def available_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Memory of `device` that can be taken; on the CPU without swapping, by the kernel's estimate.
 
-
-def require_memory(
-    source: KVGeometry, target: KVGeometry, available_bytes: int, sets: int = 1
-) -> int:
-    """Estimated bytes of `sets` PairMoments; MapperError when they exceed `available_bytes`."""
-    needed = sets * moments_bytes(source, target)
-    if needed > available_bytes:
-        raise MapperError(
-            f"fitting this pair accumulates {needed / 1e9:.1f} GB of moments but only "
-            f"{available_bytes / 1e9:.1f} GB of memory is available; use a machine with more"
-        )
-    return needed
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be taken without swapping, as the kernel estimates it (MemAvailable)."""
+    Raises MapperError where /proc/meminfo has no MemAvailable.
+    """
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise MapperError("/proc/meminfo has no MemAvailable line; fitting needs Linux 3.14 or later")
+
+
+def _tiles(features: int) -> Iterator[slice]:
+    for begin in range(0, features, _TILE):
+        yield slice(begin, min(begin + _TILE, features))

@@ -3,29 +3,28 @@
 A *group* is the set of heads that share a design: with support `full` all heads of a layer (width
 k x all source heads), with `head_local` one head (width k x head_dim; arXiv 2609.00891).
 
-Shapes: L target layers, G groups, F features of a group, O outputs of a group.
+Shapes: N observations, L target layers, G groups, F features of a group, O outputs of a group, C
+outputs of all groups and target layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from cluster.errors import MapperError
+from mappers.blocks import PartMoments, span
 from mappers.geometry import KVGeometry
 from mappers.manifest import Ridge, Support
 from mappers.moments import Moments
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class LinearFit:
-    """Weights and biases of keys or of values, fp64 as solved."""
+    """Weights and biases of keys or of values, as solved in fp64."""
 
     weight_LGFO: Tensor
     bias_LGO: Tensor
@@ -49,64 +48,100 @@ def feature_width(support: Support, k: int, source: KVGeometry, target: KVGeomet
 
 
 def solve_layers(
-    part: Moments,
-    source: KVGeometry,
-    target: KVGeometry,
-    source_layers: tuple[tuple[int, ...], ...],
+    part: PartMoments,
+    source_layers: Sequence[tuple[int, ...]],
     support: Support,
     ridge: Ridge,
+    layers: Sequence[int] | None = None,
 ) -> LinearFit:
-    """Fit every target layer on its chosen source layers."""
+    """Fit target layers on their chosen source layers.
+
+    `source_layers` are the choices of all target layers; only `layers`, by default all, are fitted
+    and returned. Raises MapperError when features are linearly dependent.
+    """
+    number = groups(support, part.source, part.target)
     weights, biases = [], []
-    factors = _LastDesign(
-        lambda rows_F: EquilibratedCholesky(_block(part.xx_FF, rows_F, rows_F) / part.count, ridge)
-    )
-    number = groups(support, source, target)
-    for layer, chosen in enumerate(source_layers):
+    designs: dict[int, tuple[tuple[int, tuple[int, ...]], EquilibratedCholesky]] = {}
+    for layer in range(len(source_layers)) if layers is None else layers:
+        chosen = source_layers[layer]
         per_group = []
         for group in range(number):
-            rows_F = feature_index(chosen, group, number, source)
-            columns_O = output_index(layer, group, number, target)
-            factor = factors.get(chosen, group, rows_F)
-            cross_FO = _block(part.xy_FO, rows_F, columns_O) / part.count
-            weight_FO = factor.solve(cross_FO)
-            bias_O = part.mean_y_O[columns_O] - part.mean_x_F[rows_F] @ weight_FO
-            per_group.append((weight_FO, bias_O))
+            # With all layers chosen, every target layer shares one design.
+            design = (part.gram_block(chosen, layer, group, number), chosen)
+            if group not in designs or designs[group][0] != design:
+                gram_FF, count = part.gram(chosen, layer, group, number)
+                designs[group] = (design, EquilibratedCholesky(gram_FF.div_(count), ridge))
+            cross = part.cross(chosen, (layer,), group, number)
+            weight_FO = designs[group][1].solve(cross.xy_FO / cross.count)
+            per_group.append((weight_FO, cross.mean_y_O - cross.mean_x_F @ weight_FO))
         weights.append(torch.stack([weight for weight, _ in per_group]))
         biases.append(torch.stack([bias for _, bias in per_group]))
     return LinearFit(torch.stack(weights), torch.stack(biases))
 
 
-def r2_L(
-    part: Moments,
-    fit: LinearFit,
-    source: KVGeometry,
-    target: KVGeometry,
-    source_layers: tuple[tuple[int, ...], ...],
-) -> Tensor:
-    """R2 [L] of a fit on other observations, of which only the moments `part` are known.
+def r2_L(part: PartMoments, fit: LinearFit, source_layers: Sequence[tuple[int, ...]]) -> Tensor:
+    """R2 [L] of a fit on observations of which only the moments are known.
 
-    Pooled over heads and dimensions of a target layer: 1 - residual / total variance.
+    Pooled over heads and dimensions of a target layer: 1 - residual / total variance. On the
+    moments it was solved from, that is the in-sample R2.
     """
     number = fit.weight_LGFO.shape[1]
-    grams = _LastDesign(lambda rows_F: _block(part.xx_FF, rows_F, rows_F))
     scores = []
     for layer, chosen in enumerate(source_layers):
         residual, total = 0.0, 0.0
         for group in range(number):
-            rows_F = feature_index(chosen, group, number, source)
-            columns_O = output_index(layer, group, number, target)
             weight_FO = fit.weight_LGFO[layer, group]
-            xx_FF = grams.get(chosen, group, rows_F)
-            xy_FO = _block(part.xy_FO, rows_F, columns_O)
-            offset_O = part.mean_x_F[rows_F] @ weight_FO + fit.bias_LGO[layer, group]
-            offset_O -= part.mean_y_O[columns_O]
-            yy = part.yy_O[columns_O].sum()
-            quadratic = ((xx_FF @ weight_FO) * weight_FO).sum() - 2 * (xy_FO * weight_FO).sum()
-            residual += float(yy + quadratic + part.count * offset_O.square().sum())
+            xx_FF, _ = part.gram(chosen, layer, group, number)
+            cross = part.cross(chosen, (layer,), group, number)
+            offset_O = cross.mean_x_F @ weight_FO + fit.bias_LGO[layer, group] - cross.mean_y_O
+            yy = cross.yy_O.sum()
+            quadratic = ((xx_FF @ weight_FO) * weight_FO).sum()
+            quadratic -= 2 * (cross.xy_FO * weight_FO).sum()
+            residual += float(yy + quadratic + cross.count * offset_O.square().sum())
             total += float(yy)
         scores.append(1.0 - residual / total)
     return torch.tensor(scores, dtype=torch.float64)
+
+
+class StreamedR2:
+    """R2 of a fit on observations that come in batches; the same number as `r2_L`, and no moments.
+
+    Products are formed in fp32 unless the weights and observations are fp64.
+    """
+
+    def __init__(
+        self,
+        source: KVGeometry,
+        target: KVGeometry,
+        fit: LinearFit,
+        source_layers: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._source = source
+        self._fit = fit
+        self._source_layers = source_layers
+        self._residual_L = torch.zeros(target.layers, dtype=torch.float64)
+        self._outputs = Moments(0, target.layers * target.width, gram=False)
+
+    def update(self, x_NF: Tensor, y_NC: Tensor) -> None:
+        """Add N observations of all source and target layers."""
+        weight_LGFO, bias_LGO = self._fit.weight_LGFO, self._fit.bias_LGO
+        dtype = torch.promote_types(x_NF.dtype, torch.float32)
+        x_NSw = x_NF.to(weight_LGFO.device, dtype).view(len(x_NF), self._source.layers, -1)
+        y_NLGO = y_NC.to(weight_LGFO.device, dtype).view(len(y_NC), *bias_LGO.shape)
+        width = span(self._source, weight_LGFO.shape[1])
+        for layer, chosen in enumerate(self._source_layers):
+            for group, weight_FO in enumerate(weight_LGFO[layer].to(dtype)):
+                columns = slice(group * width, (group + 1) * width)
+                x_NG = x_NSw[:, list(chosen), columns].flatten(1)
+                error_NO = y_NLGO[:, layer, group] - bias_LGO[layer, group].to(dtype)
+                error_NO = error_NO - x_NG @ weight_FO
+                self._residual_L[layer] += float(error_NO.double().square().sum())
+        self._outputs.update(x_NF[:, :0].to("cpu"), y_NC.to("cpu"))
+
+    def r2_L(self) -> Tensor:
+        """R2 [L] over everything added."""
+        total_L = self._outputs.yy_O.view(len(self._residual_L), -1).sum(1)
+        return 1.0 - self._residual_L / total_L
 
 
 class EquilibratedCholesky:
@@ -133,38 +168,3 @@ class EquilibratedCholesky:
         """(covariance + ridge)^-1 cross."""
         scaled_FO = cross_FO * self._scale_F[:, None]
         return torch.cholesky_solve(scaled_FO, self._chol_FF) * self._scale_F[:, None]
-
-
-class _LastDesign(Generic[T]):
-    """Keeps what `make` gave for the feature columns of each group of the last choice of layers.
-
-    With all layers chosen, every target layer shares one design; otherwise choices seldom recur.
-    """
-
-    def __init__(self, make: Callable[[Tensor], T]) -> None:
-        self._make = make
-        self._chosen: tuple[int, ...] | None = None
-        self._made: dict[int, T] = {}
-
-    def get(self, chosen: tuple[int, ...], group: int, rows_F: Tensor) -> T:
-        if chosen != self._chosen:
-            self._chosen, self._made = chosen, {}
-        if group not in self._made:
-            self._made[group] = self._make(rows_F)
-        return self._made[group]
-
-
-def _block(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    return matrix[rows[:, None], columns]
-
-
-def feature_index(chosen: tuple[int, ...], group: int, number: int, geometry: KVGeometry) -> Tensor:
-    """Columns of the feature vector that a group reads, layer by layer in the order of `chosen`."""
-    span = geometry.width // number
-    start_k = torch.tensor(chosen) * geometry.width + group * span
-    return (start_k[:, None] + torch.arange(span)).flatten()
-
-
-def output_index(layer: int, group: int, number: int, geometry: KVGeometry) -> Tensor:
-    """Columns of the output vector that a group of one target layer writes."""
-    return feature_index((layer,), group, number, geometry)

@@ -36,28 +36,36 @@ class Rope:
 
     def apply(self, k: Tensor, positions: Tensor) -> Tensor:
         """Position-free keys [..., T, H, D] -> keys as the model caches them, fp32."""
-        cos, sin = self._cos_sin(positions)
-        return _rotate(k, cos, sin)
+        return rotate(k, *self.cos_sin(positions))
 
     def strip(self, k: Tensor, positions: Tensor) -> Tensor:
         """Cached keys [..., T, H, D] -> position-free keys, fp32."""
-        cos, sin = self._cos_sin(positions)
-        scale = self.attention_scaling**-2
-        return _rotate(k, cos * scale, -sin * scale)
+        return rotate(k, *self.cos_sin(positions, inverse=True))
 
-    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, R/2] in fp32, multiplied by attention_scaling."""
+    def cos_sin(self, positions: Tensor, *, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        """What `rotate` multiplies by: cos and sin [T, 1, R/2] in fp32, attention_scaling included.
+
+        `inverse`: those that turn back and divide by it.
+        """
         angle = positions.to(torch.float32)[:, None] * self._inv_freq
         scale = self.attention_scaling
-        return (angle.cos() * scale)[:, None], (angle.sin() * scale)[:, None]
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        if inverse:
+            cos, sin = cos * scale**-2, -sin * scale**-2
+        return cos[:, None], sin[:, None]
 
 
-def _rotate(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(k: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Turn the first elements of every head of k [..., T, H, D] by `Rope.cos_sin`'s angles; fp32.
+
+    `out`, of k's shape and fp32, receives the result if given; it may not overlap k.
+    """
     half = cos.shape[-1]
     turned = 2 * half
     k = k.float()
     first, second = k[..., :half], k[..., half:turned]
-    out = torch.empty(k.shape, dtype=torch.float32, device=k.device)
+    if out is None:
+        out = torch.empty(k.shape, dtype=torch.float32, device=k.device)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:turned]).addcmul_(first, sin)
     out[..., turned:] = k[..., turned:]

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cluster.errors import MapperError
 from mappers.fingerprint import ModelFingerprint
@@ -24,6 +24,7 @@ from mappers.manifest import (
     require_equal,
 )
 from mappers.mapper import IdentityMapper, LinearMapper, LinearWeights, Mapper
+from mappers.mlp import MlpMapper, MlpWeights, mlp_from_tensors, mlp_tensors
 
 IDENTITY = "identity"
 
@@ -56,7 +57,17 @@ def load_mapper(
         raise MapperError(
             f"{folder / WEIGHTS_FILE} does not match its manifest: copy the folder again or refit"
         )
-    return LinearMapper.load(folder, device=device, compute_dtype=compute_dtype, dtype=dtype)
+    if manifest.networks is None:
+        return LinearMapper.load(folder, device=device, compute_dtype=compute_dtype, dtype=dtype)
+    weights = mlp_from_tensors(load_file(folder / WEIGHTS_FILE), manifest.source_layers)
+    return MlpMapper(
+        manifest.source,
+        manifest.target,
+        weights,
+        device=device,
+        compute_dtype=compute_dtype,
+        dtype=dtype,
+    )
 
 
 def mapper_id(folder: Path | str) -> str:
@@ -76,14 +87,17 @@ def weights_sha256(folder: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_weights(folder: Path, weights: LinearWeights) -> str:
+def write_weights(folder: Path, weights: LinearWeights | MlpWeights) -> str:
     """Write the weight file into an existing folder; gives its SHA-256."""
-    tensors = {
-        "k_weight_LGFO": weights.k_weight_LGFO.to(torch.bfloat16),
-        "k_bias_LGO": weights.k_bias_LGO.float(),
-        "v_weight_LGFO": weights.v_weight_LGFO.to(torch.bfloat16),
-        "v_bias_LGO": weights.v_bias_LGO.float(),
-    }
+    if isinstance(weights, MlpWeights):
+        tensors = mlp_tensors(weights)
+    else:
+        tensors = {
+            "k_weight_LGFO": weights.k_weight_LGFO.to(torch.bfloat16),
+            "k_bias_LGO": weights.k_bias_LGO.float(),
+            "v_weight_LGFO": weights.v_weight_LGFO.to(torch.bfloat16),
+            "v_bias_LGO": weights.v_bias_LGO.float(),
+        }
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS_FILE)
     # safetensors writes files that only their owner can read; a mapper is served by others.
     (folder / WEIGHTS_FILE).chmod(0o644)
@@ -97,7 +111,9 @@ def write_manifest(folder: Path, manifest: MapperManifest) -> None:
     os.replace(partial, folder / MANIFEST_FILE)
 
 
-def save_mapper(folder: Path, weights: LinearWeights, manifest: MapperManifest) -> MapperManifest:
+def save_mapper(
+    folder: Path, weights: LinearWeights | MlpWeights, manifest: MapperManifest
+) -> MapperManifest:
     """Write a mapper folder atomically, replacing an earlier mapper there.
 
     `manifest.weights_sha256` is filled in; the manifest as written is returned. MapperError when

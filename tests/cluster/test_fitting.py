@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cluster import fitting
 from cluster.cli import app
 from cluster.errors import MapperError
-from cluster.fitting import fit_pair, prepare_quickstart
+from cluster.fitting import fit_pair, fit_settings, prepare_quickstart
 from cluster.quickstart import pair
 from cluster.quickstart.pair import PairPaths
 from tests.mappers.tiny import sentences, write_model
@@ -91,8 +91,7 @@ def test_the_quickstart_mapper_is_fitted_once(
             str(files / "small"),
             str(files / "large"),
             out,
-            k=1,
-            tokens=512,
+            fit_settings(k=1, tokens=512),
             text=files / "text.jsonl",
             **options,
         )
@@ -117,3 +116,36 @@ def test_a_folder_that_is_no_mapper_is_not_overwritten(files: Path, tmp_path: Pa
             console=Console(stderr=True),
         )
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_sweep_prints_its_settings_and_draws_them(files: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "sweep.png"
+    result = run(
+        files,
+        *("fit", "--out", str(tmp_path / "m"), "--tokens", "2048", "--sweep", "--plot", str(plot)),
+        *("--text", str(files / "text.jsonl"), "--relative-lambda", "--selection", "greedy"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("head_local") >= 2 and "Chosen: " in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    manifest = json.loads((tmp_path / "m" / "manifest.json").read_text())
+    assert manifest["ridge"] == {"value": 0.01, "relative": True}
+    assert manifest["selection"] == "greedy"
+
+
+def test_shards_are_named_on_the_command_line(files: Path, tmp_path: Path) -> None:
+    words = (
+        *("fit", "--out", str(tmp_path / "m"), "--tokens", "1024", "--k", "1"),
+        *("--text", str(files / "text.jsonl"), "--work", str(tmp_path / "w")),
+    )
+    for shard in ("1/2", "2/2"):
+        result = run(files, *words, "--shard", shard)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.strip().endswith(f"{shard[0]}-of-2.safetensors")
+    result = run(files, *words, "--shards", "2")
+    assert result.exit_code == 0, result.stderr
+    assert not (tmp_path / "w").exists() and (tmp_path / "m" / "manifest.json").is_file()
+    wrong = run(files, *words, "--shard", "two")
+    assert wrong.exit_code == 2 and "give it as 2/4" in wrong.stderr
+    lone = run(files, *words, "--plot", str(tmp_path / "p.png"))
+    assert lone.exit_code == 2 and "give both" in lone.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,19 @@ import torch
 from rich.console import Console
 
 from cluster.errors import MapperError
+from mappers.accumulate import PassState, solve_all
+from mappers.blocks import PairMoments
 from mappers.capture import cache_to_kv, kv_to_cache, load_model, pack, position_free_kv, windows
 from mappers.fingerprint import fingerprint
-from mappers.fit import FitReport, accumulate, fit, solve
+from mappers.fit import FitReport, FitSettings, fit
+from mappers.fit_judge import weights_of
 from mappers.geometry import read_config, rope_spec
 from mappers.manifest import Ridge, read_manifest
 from mappers.mapper import IdentityMapper, LinearMapper
-from mappers.moments import PairMoments
 from mappers.rope import Rope
 from mappers.score import MAPPED, NATIVE, RAW, judge, score_mapper
+from mappers.select import choose_layers, single_source_r2_SL
+from mappers.spool import Feed, ModelPair
 from mappers.store import load_mapper
 from tests.mappers.tiny import sentences, write_model
 
@@ -39,11 +44,7 @@ def report(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
         sentences(40, seed=1),
         sentences(4, seed=2),
         tmp_path_factory.mktemp("out") / "mapper",
-        k=1,
-        tokens=3_200,
-        heldout_tokens=320,
-        sequence_tokens=32,
-        dtype=torch.float32,
+        FitSettings(k=1, tokens=3_200, heldout_tokens=320, sequence_tokens=32, dtype=torch.float32),
         console=Console(file=io.StringIO()),
     )
 
@@ -71,18 +72,21 @@ def test_windows_stay_within_one_text_and_begin_alike(models: tuple[Path, Path])
 
 
 def test_a_heavy_first_token_is_mapped_exactly(models: tuple[Path, Path]) -> None:
-    small, large = (load_model(folder, torch.float32, "cpu") for folder in models)
     prints = [fingerprint(folder) for folder in models]
     ropes = Rope(prints[0].rope), Rope(prints[1].rope)
+    pair = ModelPair(models, ropes, torch.float32, "cpu")
     data = pack(sentences(10, seed=1), models[0], 32, 960)
+    feed = Feed(data, 256, pair)
     errors = []
     for weight in (1, 1_000):
-        moments = PairMoments(prints[0].geometry, prints[1].geometry)
-        accumulate(moments, data, small, large, ropes, first_token_weight=weight)
-        weights, _ = solve(moments, moments, 1, "full", Ridge())
-        mapper = LinearMapper(prints[0], prints[1], weights, dtype=torch.float32)
-        _, v_x = position_free_kv(small, ropes[0], data.ids_ST[:1, :1])
-        _, v_y = position_free_kv(large, ropes[1], data.ids_ST[:1, :1])
+        state = PassState(PairMoments(prints[0].geometry, prints[1].geometry))
+        for at in range(len(feed.batches)):
+            state.add(feed.read(at), 32, weight)
+        chosen = choose_layers(single_source_r2_SL(state.moments), 1)
+        fits = solve_all(state.moments, chosen, "full", Ridge())
+        mapper = LinearMapper(*prints, weights_of(chosen, fits), dtype=torch.float32)
+        _, v_x = position_free_kv(pair.source, ropes[0], data.ids_ST[:1, :1])
+        _, v_y = position_free_kv(pair.target, ropes[1], data.ids_ST[:1, :1])
         _, mapped = mapper.apply(v_x, v_x, 0)
         errors.append(float((mapped - v_y).norm() / v_y.norm()))
     assert errors[1] < 0.1 * errors[0]
@@ -120,7 +124,15 @@ def test_score_has_every_control_and_an_exact_injection(report: FitReport) -> No
     score = report.manifest.score
     assert score is not None
     names = [row.name for row in score.rows]
-    assert names == ["native", "native injected", "mapped", "no prefix", "small alone"]
+    assert names == [
+        "native",
+        "native injected",
+        "mapped",
+        "another text's cache",
+        "random mapper",
+        "no prefix",
+        "source alone",
+    ]
     assert score.injection_exact
     assert score.row("native injected").kl_to_native == 0.0
     assert score.row("native injected").top1_agreement == 1.0
@@ -128,11 +140,11 @@ def test_score_has_every_control_and_an_exact_injection(report: FitReport) -> No
 
 
 def test_a_mapper_is_accepted_only_when_it_recovers_half_and_beats_the_small_model() -> None:
-    row = {"native": 20.0, "mapped": 40.0, "no prefix": 320.0, "small alone": 60.0}
+    row = {"native": 20.0, "mapped": 40.0, "no prefix": 320.0, "source alone": 60.0}
     recovered, reasons = judge(row, injection_exact=True)
     assert recovered == pytest.approx(0.75) and reasons == ()
-    assert "small model alone" in judge(row | {"small alone": 30.0}, True)[1][0]
-    assert "recovers 25%" in judge(row | {"mapped": 160.0, "small alone": 500.0}, True)[1][0]
+    assert "source model alone" in judge(row | {"source alone": 30.0}, True)[1][0]
+    assert "recovers 25%" in judge(row | {"mapped": 160.0, "source alone": 500.0}, True)[1][0]
     assert "no better with a prefix" in judge(row | {"no prefix": 19.0}, True)[1][0]
     assert "the test itself" in judge(row, injection_exact=False)[1][0]
 
@@ -152,22 +164,17 @@ def test_identity_scores_as_native(models: tuple[Path, Path]) -> None:
 def test_too_few_observations_are_refused_and_few_are_warned_of(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    settings = {"k": None, "sequence_tokens": 32, "console": Console(file=io.StringIO())}
+    quiet = Console(file=io.StringIO())
+    settings = FitSettings(
+        k=None, tokens=64, heldout_tokens=32, sequence_tokens=32, dtype=torch.float32
+    )
     out = tmp_path / "mapper"
     with pytest.raises(MapperError, match="64 calibration tokens cannot determine 64 features"):
-        fit(*models, sentences(9, 1), sentences(9, 2), out, tokens=64, **settings)
+        fit(*models, sentences(9, 1), sentences(9, 2), out, settings, console=quiet)
     assert not out.exists()
     with pytest.warns(UserWarning, match=r"only 2\.0 calibration tokens per feature"):
-        fit(
-            *models,
-            sentences(9, 1),
-            sentences(1, 2),
-            out,
-            tokens=128,
-            heldout_tokens=32,
-            dtype=torch.float32,
-            **settings,
-        )
+        more = replace(settings, tokens=128)
+        fit(*models, sentences(9, 1), sentences(1, 2), out, more, console=quiet)
     assert read_manifest(out).k == 2
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cluster.errors import MapperError
 from mappers.geometry import KVGeometry, RopeType
@@ -99,8 +101,34 @@ def test_unequal_head_counts_map_with_full_support() -> None:
     torch.testing.assert_close(k_LTHD, slow_LTHD, rtol=1e-4, atol=1e-5)
 
 
+@st.composite
+def splits(draw: st.DrawFn) -> list[int]:
+    """Sizes of up to five neighbouring chunks, some beyond one step of the fast path."""
+    return draw(st.lists(st.integers(1, 700), min_size=1, max_size=5))
+
+
+@pytest.mark.parametrize("support", ["full", "head_local"])
+@pytest.mark.parametrize("threads", [1, 2])
+@settings(max_examples=15, deadline=None)
+@given(sizes=splits(), start=st.integers(0, 120_000))
+def test_any_split_gives_the_same_bytes(
+    support: Support, threads: int, sizes: list[int], start: int
+) -> None:
+    torch.set_num_threads(threads)
+    mapper = random_mapper(support, compute_dtype=torch.bfloat16, dtype=torch.bfloat16)
+    k_STHD, v_STHD = cached(sum(sizes))
+    whole = mapper.apply(k_STHD, v_STHD, start)
+    parts, begin = [], 0
+    for size in sizes:
+        step = slice(begin, begin + size)
+        parts.append(mapper.apply(k_STHD[:, step], v_STHD[:, step], start + begin))
+        begin += size
+    for index in range(2):
+        assert torch.equal(torch.cat([part[index] for part in parts], dim=1), whole[index])
+
+
 @pytest.mark.parametrize("cuts", [[1, 32, 7, 560], [600]])
-def test_chunks_with_their_start_positions_equal_the_whole(cuts: list[int]) -> None:
+def test_chunks_with_their_start_positions_equal_the_reference(cuts: list[int]) -> None:
     mapper = random_mapper()
     k_STHD, v_STHD = cached(600)
     whole = mapper.apply_reference(k_STHD, v_STHD, 100)
@@ -112,6 +140,44 @@ def test_chunks_with_their_start_positions_equal_the_whole(cuts: list[int]) -> N
     for index in range(2):
         joined_LTHD = torch.cat([part[index] for part in parts], dim=1)
         torch.testing.assert_close(joined_LTHD, whole[index], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("support", ["full", "head_local"])
+@settings(max_examples=10, deadline=None)
+@given(tokens=st.integers(1, 600), cut=st.integers(1, 3))
+def test_shards_of_heads_side_by_side_are_the_whole(
+    support: Support, tokens: int, cut: int
+) -> None:
+    """Bit for bit: an output's sum does not depend on how many others are computed with it."""
+    heads = 4 if support == "full" else 2
+    cut = min(cut, heads - 1)
+    mapper = random_mapper(
+        support, target_heads=heads, compute_dtype=torch.bfloat16, dtype=torch.bfloat16
+    )
+    k_STHD, v_STHD = cached(tokens)
+    whole = mapper.apply(k_STHD, v_STHD, 11)
+    parts = []
+    for shard in (range(cut), range(cut, heads)):
+        own = slice(shard.start, shard.stop) if support == "head_local" else slice(None)
+        parts.append(mapper.shard(shard).apply(k_STHD[:, :, own], v_STHD[:, :, own], 11))
+    for index in range(2):
+        assert torch.equal(torch.cat([part[index] for part in parts], dim=2), whole[index])
+
+
+def test_a_shard_of_heads_that_the_target_lacks_is_refused() -> None:
+    with pytest.raises(MapperError, match="2 KV heads"):
+        random_mapper().shard(range(1, 3))
+    with pytest.raises(MapperError, match=r"range\(0, 0\)"):
+        random_mapper().shard(range(0))
+
+
+def test_features_of_one_run_of_layers_are_read_in_place() -> None:
+    chosen = ((0, 1), (1, 2), (0, 1), (1, 2))
+    mapper = random_mapper(source_layers=chosen)
+    for a, b in zip(
+        mapper.apply(*cached(70), 3), mapper.apply_reference(*cached(70), 3), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_mapped_keys_do_not_depend_on_where_the_text_stands_but_for_rotation() -> None:

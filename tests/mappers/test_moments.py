@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.errors import MapperError
-from mappers.geometry import KVGeometry
-from mappers.moments import Moments, moments_bytes, require_memory
+from mappers.moments import Moments, moments_bytes
 
 
 def observations() -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +56,40 @@ def test_moments_are_the_covariance() -> None:
     torch.testing.assert_close(moments.yy_O / 400, joint.diagonal()[6:])
 
 
-def test_a_pair_too_large_for_memory_is_refused_with_both_sizes() -> None:
-    small, large = KVGeometry(40, 8, 128), KVGeometry(64, 8, 128)
-    assert moments_bytes(small, large) == pytest.approx(80.5e9, rel=0.01)
-    with pytest.raises(MapperError, match=r"80\.\d GB .* 16\.0 GB"):
-        require_memory(small, large, 16_000_000_000)
+def test_real_weights_are_those_of_a_weighted_covariance() -> None:
+    x_NF, y_NO = observations()
+    weight_N = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moments = Moments(6, 4)
+    for rows in torch.arange(400).split(150):
+        moments.update(x_NF[rows], y_NO[rows], weight_N[rows])
+    joint = torch.cov(torch.cat([x_NF, y_NO], dim=1).T, correction=0, aweights=weight_N)
+    total = float(weight_N.sum())
+    assert moments.count == pytest.approx(total, rel=1e-12)
+    torch.testing.assert_close(moments.xx_FF / total, joint[:6, :6])
+    torch.testing.assert_close(moments.xy_FO / total, joint[:6, 6:])
+    torch.testing.assert_close(moments.mean_x_F, weight_N @ x_NF / total)
+
+
+def test_tiles_below_the_diagonal_are_filled_in_when_asked_for() -> None:
+    features = 2_100  # three tiles
+    generator = torch.Generator().manual_seed(0)
+    x_NF = torch.randn(8, features, generator=generator, dtype=torch.float64)
+    moments = Moments(features, 0)
+    moments.update(x_NF, x_NF[:, :0])
+    centred_NF = x_NF - x_NF.mean(0)
+    rows = torch.tensor([0, 5, 1_023, 1_024, 1_500, 2_047, 2_099])
+    torch.testing.assert_close(moments.gram_of(rows), (centred_NF.T @ centred_NF)[rows][:, rows])
+    kept = sum(xx.nbytes for xx in moments.xx_tiles) + moments.xy_FO.nbytes
+    kept += moments.mean_x_F.nbytes
+    assert kept == moments_bytes(features, 0) < 0.8 * features**2 * 8
+
+
+def test_state_is_taken_back_bit_for_bit() -> None:
+    x_NF, y_NO = observations()
+    one, other = Moments(6, 4), Moments(6, 4)
+    one.update(x_NF[:100], y_NO[:100])
+    other.load({name: tensor.clone() for name, tensor in one.tensors().items()})
+    for moments in (one, other):
+        moments.update(x_NF[100:], y_NO[100:])
+    for name, tensor in one.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name

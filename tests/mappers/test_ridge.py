@@ -6,14 +6,30 @@ import pytest
 import torch
 
 from cluster.errors import MapperError
-from mappers.fit import solve
+from mappers.accumulate import solve_all
+from mappers.blocks import PairMoments
 from mappers.geometry import KVGeometry
-from mappers.manifest import Ridge
-from mappers.moments import PairMoments
-from mappers.ridge import EquilibratedCholesky, feature_width, groups
+from mappers.manifest import LayerR2, Ridge, Support
+from mappers.mapper import LinearWeights
+from mappers.ridge import EquilibratedCholesky, StreamedR2, feature_width, groups, r2_L
 from mappers.select import choose_layers, single_source_r2_SL
 
 TINY_RIDGE = Ridge(value=1e-10, relative=True)
+
+
+def solve(
+    moments: PairMoments, unseen: PairMoments, k: int, support: Support, ridge: Ridge
+) -> tuple[LinearWeights, LayerR2]:
+    """Weights from `moments`, and their R2 on `unseen` moments."""
+    chosen = choose_layers(single_source_r2_SL(moments), k)
+    keys, values = solve_all(moments, chosen, support, ridge)
+    r2 = LayerR2(
+        k=tuple(r2_L(unseen.k, keys, chosen).tolist()),
+        v=tuple(r2_L(unseen.v, values, chosen).tolist()),
+    )
+    return LinearWeights(
+        chosen, keys.weight_LGFO, keys.bias_LGO, values.weight_LGFO, values.bias_LGO
+    ), r2
 
 
 def linear_pair(
@@ -106,6 +122,23 @@ def test_heldout_r2_from_moments_equals_r2_from_observations() -> None:
         mapped_N8 = x_NF @ weights.k_weight_LGFO[layer, 0] + weights.k_bias_LGO[layer, 0]
         expected = 1 - (y_N8 - mapped_N8).square().sum() / (y_N8 - y_N8.mean(0)).square().sum()
         assert r2.k[layer] == pytest.approx(float(expected), abs=1e-9)
+
+
+@pytest.mark.parametrize("support", ["full", "head_local"])
+def test_r2_streamed_over_observations_equals_r2_from_their_moments(support: Support) -> None:
+    source, target = KVGeometry(3, 2, 4), KVGeometry(2, 2, 4)
+    generator = torch.Generator().manual_seed(0)
+    x_NF = torch.randn(300, 24, generator=generator, dtype=torch.float64) + 1
+    y_NO = x_NF[:, :16].flip(1) + torch.randn(300, 16, generator=generator, dtype=torch.float64)
+    moments = PairMoments(source, target)
+    for part in (moments.k, moments.v):
+        part.update(x_NF, y_NO)
+    chosen = ((0, 2), (1, 2))
+    fit, _ = solve_all(moments, chosen, support, Ridge())
+    streamed = StreamedR2(source, target, fit, chosen)
+    for rows in torch.arange(300).split(90):
+        streamed.update(x_NF[rows], y_NO[rows])
+    torch.testing.assert_close(streamed.r2_L(), r2_L(moments.k, fit, chosen))
 
 
 def test_absolute_and_relative_ridge_shrink_a_known_slope() -> None:

@@ -17,10 +17,10 @@ from mappers.manifest import (
     LayerR2,
     MapperManifest,
     Ridge,
-    ScoreReport,
     read_manifest,
 )
 from mappers.mapper import IdentityMapper, LinearMapper, LinearWeights
+from mappers.score_report import ScoreReport
 from mappers.store import load_mapper, mapper_id, save_mapper
 from tests.mappers.tiny import print_of, rope, write_model
 
