@@ -82,6 +82,14 @@ def fit(
     plot: Annotated[
         Path | None, typer.Option(help="Image file to draw the sweep's curves into.")
     ] = None,
+    fallback: Annotated[
+        bool,
+        typer.Option(
+            "--fallback",
+            help="If the linear map is refused, train networks on top of it and keep them if they "
+            "are accepted. Takes long.",
+        ),
+    ] = False,
     sequential: Annotated[
         bool,
         typer.Option(
@@ -130,6 +138,7 @@ def fit(
         selection=selection,
         attention_weights=attention_weights,
         sweep=sweep,
+        fallback=fallback,
     )
     where: dict[str, Any] = {
         "text": text,
@@ -166,6 +175,11 @@ def fit(
         typer.echo("not judged: both models do not fit into memory; run `kvcascade score`")
     else:
         print_score(manifest.score)
+        if manifest.score.verdict == "refuse":
+            typer.echo(
+                "try more --tokens, --support head_local, --attention-weights or --fallback; "
+                "`kvcascade validate-pair` shows where it fails"
+            )
 
 
 def score(

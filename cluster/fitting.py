@@ -133,6 +133,7 @@ def fit_settings(
     selection: str = "top",
     attention_weights: bool = False,
     sweep: bool = False,
+    fallback: bool = False,
 ) -> FitSettings:
     """Settings of a fit from the words of a command line; MapperError for an unknown word."""
     from mappers.fit import FitSettings
@@ -149,6 +150,7 @@ def fit_settings(
         selection=cast(Literal["top", "greedy"], selection),
         attention_weights=attention_weights,
         sweep=sweep,
+        fallback=fallback,
         tokens=tokens,
         heldout_tokens=QUICKSTART_HELDOUT_TOKENS,
     )

@@ -17,9 +17,9 @@ def print_sweep(result: SweepResult, console: Console) -> None:
     table = Table(
         title=f"{result.windows} held-out windows, mapped cache of {result.prefix_tokens} tokens",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
-    table.add_column("k", justify="right")
+    table.add_column("k", justify="right", no_wrap=True)
     table.add_column("support", no_wrap=True)
     for name in ("N/p", "M", "R2 in", "R2 k", "R2 v", "cosine", "KL", "top-1", "ppl"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -10,7 +10,6 @@ U query heads per KV head, J boundaries, D head_dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -154,8 +153,3 @@ def blended(relevance_LGN: Tensor, alpha_LG: Tensor) -> Tensor:
     """Weights 1 + alpha (r - 1), [L, G, N]."""
     alpha = alpha_LG.to(relevance_LGN.device, relevance_LGN.dtype)[..., None]
     return (relevance_LGN - 1) * alpha + 1
-
-
-def effective_tokens(alpha: float, square_sum: float, tokens: int) -> float:
-    """Kish's effective sample size of weights 1 + alpha (r - 1); see `kish_alpha`."""
-    return tokens**2 / math.fsum((tokens, alpha**2 * (square_sum - tokens)))

@@ -17,6 +17,7 @@ from cluster.errors import MapperError
 from mappers.capture import TokenSequences, pack, windows
 from mappers.fingerprint import ModelFingerprint, fingerprint
 from mappers.manifest import Ridge, Selection, Support
+from mappers.mlp import HIDDEN_UNITS
 from mappers.moments import available_memory_bytes
 from mappers.passes import FitPlan, batch_tokens, plan_fit
 from mappers.ridge import feature_width
@@ -42,7 +43,9 @@ class FitSettings:
     misses it and loses a fifth of the top-1 agreement it could have, so it counts
     `first_token_weight` times. With `attention_weights` every token counts by what the target's
     attention reads of it (`attention_weights`), a first token as often as the larger of both says.
-    A `sweep` chooses k and support itself, from `sweep.DEFAULT_KS` and all.
+    A `sweep` chooses k and support itself, from `sweep.DEFAULT_KS` and all. With `fallback` a
+    linear map that is refused gets networks of `network_units` on top of it, which are kept if they
+    are accepted.
     """
 
     k: int | None = 8
@@ -51,6 +54,8 @@ class FitSettings:
     selection: Selection = "top"
     attention_weights: bool = False
     sweep: bool = False
+    fallback: bool = False
+    network_units: int = HIDDEN_UNITS
     tokens: int = 65_536
     heldout_tokens: int = 8_192
     sequence_tokens: int = 512

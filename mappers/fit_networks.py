@@ -15,10 +15,11 @@ from torch import Tensor
 from cluster.errors import MapperError
 from mappers.fit_inputs import FitInputs
 from mappers.geometry import KVGeometry
-from mappers.manifest import Support
+from mappers.manifest import LayerR2, Support
+from mappers.mapper import Mapper
 from mappers.mlp import MlpMapper, MlpWeights
 from mappers.mlp_fit import fit_mlp
-from mappers.mlp_train import Batch, Batches, MlpSettings
+from mappers.mlp_train import Batch, Batches, MlpSettings, Spread
 from mappers.weights import LinearWeights
 
 # One batch in so many decides when to stop; it is trained on no more than judged on.
@@ -47,6 +48,7 @@ def fit_networks(
         _keep(inputs, at, name)
         advance(inputs.feed.batches[at].numel())
     settings = MlpSettings(
+        hidden=inputs.settings.network_units,
         first_token_weight=inputs.settings.first_token_weight,
         sequence_tokens=inputs.settings.sequence_tokens,
     )
@@ -79,6 +81,30 @@ def network_mapper(inputs: FitInputs, weights: MlpWeights) -> MlpMapper:
         device=inputs.device,
         dtype=inputs.settings.dtype,
     )
+
+
+def mapper_r2(inputs: FitInputs, mapper: Mapper) -> LayerR2:
+    """R2 of any mapper's position-free keys and values on the held-out tokens, as it is served."""
+    ropes, length = inputs.models.ropes, inputs.heldout.sequence_tokens
+    positions = ropes[0].positions(0, length)
+    k_error_L, v_error_L = torch.zeros(2, mapper.target.layers, dtype=torch.float64)
+    spreads = Spread(), Spread()
+    for at in range(len(inputs.heldout.batches)):
+        seen = inputs.heldout.read(at)
+        x = [_by_layer(rows, mapper.source).split(length, dim=1) for rows in seen.x]
+        y = [_by_layer(rows, mapper.target).split(length, dim=1) for rows in seen.y]
+        for k_x, v_x, k_y, v_y in zip(*x, *y, strict=True):
+            k_LTHD, v_LTHD = mapper.apply(ropes[0].apply(k_x, positions), v_x, 0)
+            k_LTHD = ropes[1].strip(k_LTHD, positions)
+            k_error_L += (k_LTHD - k_y).double().square().sum((1, 2, 3)).cpu()
+            v_error_L += (v_LTHD.float() - v_y).double().square().sum((1, 2, 3)).cpu()
+            spreads[0].add(k_y)
+            spreads[1].add(v_y)
+    keys, values = (
+        tuple((1 - error_L / spread.deviation.sum((-1, -2)).cpu()).tolist())
+        for error_L, spread in zip((k_error_L, v_error_L), spreads, strict=True)
+    )
+    return LayerR2(k=keys, v=values)
 
 
 def spool_bytes(inputs: FitInputs) -> int:

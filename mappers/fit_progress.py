@@ -48,6 +48,10 @@ class Bars:
         task = self._progress.add_task(name, total=total)
         return lambda done: self._progress.advance(task, done)
 
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._progress.console.print(text)
+
 
 class Stages:
     """Wall-clock seconds by stage, in order; a stage entered again adds up."""

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from cluster.errors import MapperError
 from mappers.accumulate import Alphas, Chooser, PassRunner, share_of, solve_all
 from mappers.attention_weights import boundaries
 from mappers.capture import TokenSequences
@@ -22,9 +23,18 @@ from mappers.fit_judge import (
     sweep,
     weights_of,
 )
+from mappers.fit_networks import fit_networks, mapper_r2, network_mapper, spool_bytes
 from mappers.fit_progress import Bars, Stages
-from mappers.manifest import AttentionWeighting, DataRecord, MapperManifest, Support
-from mappers.mapper import LinearWeights
+from mappers.manifest import (
+    AttentionWeighting,
+    DataRecord,
+    LayerR2,
+    MapperManifest,
+    Networks,
+    Support,
+)
+from mappers.mapper import LinearWeights, Mapper
+from mappers.mlp import MlpWeights
 from mappers.passes import Pass, plan_solve
 from mappers.ridge import feature_width, groups
 from mappers.score import score_mapper
@@ -49,6 +59,11 @@ class FitRun:
     ) -> None:
         self._inputs = inputs
         self._settings = inputs.settings
+        if (shard or shards) and inputs.settings.sweep and inputs.settings.attention_weights:
+            raise MapperError(
+                "a sweep with attention weights reads once more what it chose, which shards cannot "
+                "know before; sweep without --attention-weights, then fit that k with them"
+            )
         self._bars = bars
         self._clock = clock
         self._runner = PassRunner(
@@ -87,11 +102,19 @@ class FitRun:
                     fits, alphas = solve_all(chooser.moments, chosen, support, settings.ridge), None
         weighting = self._weighting(chooser, alphas, k, support)
         del chooser  # with the moments it may hold: judging needs room for both models
-        weights = weights_of(chosen, fits)
+        linear = weights_of(chosen, fits)
         with self._clock.stage("score"):
             r2 = heldout_r2(inputs, chosen, fits)
-            score = self._score(weights)
+            score = self._score(mapper_of(inputs, linear))
+        weights: LinearWeights | MlpWeights = linear
+        networks = None
+        if settings.fallback and score is not None and score.verdict == "refuse":
+            better = self._networks(linear, support)
+            if better is not None:
+                weights, networks, r2, score = better
         manifest = MapperManifest(
+            kind="linear" if networks is None else "networks",
+            networks=networks,
             source=inputs.source,
             target=inputs.target,
             support=support,
@@ -108,8 +131,7 @@ class FitRun:
             weights_sha256="",
             created_by=_created_by(),
         )
-        parameters = weights.k_weight_LGFO.numel() + weights.v_weight_LGFO.numel()
-        return save_mapper(out_dir, weights, manifest), parameters, swept
+        return save_mapper(out_dir, weights, manifest), weights.parameters, swept
 
     def read_shard(self) -> None:
         """Read until a shard is done, which raises ShardWritten; returns if none is left."""
@@ -179,7 +201,27 @@ class FitRun:
             inputs.heldout.spool(batches, bar)
         inputs.models.release_source()
 
-    def _score(self, weights: LinearWeights) -> ScoreReport | None:
+    def _networks(
+        self, linear: LinearWeights, support: Support
+    ) -> tuple[MlpWeights, Networks, LayerR2, ScoreReport] | None:
+        """Networks on top of a linear map that was refused; None when they are refused, too."""
+        disk_gb = spool_bytes(self._inputs) / 1e9
+        self._bars.say(
+            f"the linear map is refused: training networks on top of it, from {disk_gb:.2f} GB of "
+            f"caches in {self._inputs.work.folder}"
+        )
+        with self._clock.stage("networks"):
+            trained, settings = fit_networks(self._inputs, linear, support, self._bars.bar)
+        mapper = network_mapper(self._inputs, trained)
+        with self._clock.stage("score"):
+            score = self._score(mapper)
+            if score is None or score.verdict == "refuse":
+                self._bars.say("the networks are refused as well; the linear map is kept")
+                return None
+            r2 = mapper_r2(self._inputs, mapper)
+        return trained, Networks(hidden_units=settings.hidden, residual=True), r2, score
+
+    def _score(self, mapper: Mapper) -> ScoreReport | None:
         """The verdict; None where one model had to make room for the other and cannot come back."""
         inputs = self._inputs
         if not inputs.both_fit:
@@ -187,7 +229,7 @@ class FitRun:
         return score_mapper(
             inputs.models.source,
             inputs.models.target,
-            mapper_of(inputs, weights),
+            mapper,
             inputs.heldout.data,
             prefix_tokens=self._settings.prefix_tokens,
             advance=self._bars.bar("held-out windows", len(inputs.heldout.data.ids_ST)),

@@ -159,7 +159,7 @@ class LinearMapper:
     @property
     def flops_per_token(self) -> int:
         """Floating point operations of the matrix products for one token."""
-        return 2 * (self.weights.k_weight_LGFO.numel() + self.weights.v_weight_LGFO.numel())
+        return 2 * self.weights.parameters
 
     @torch.no_grad()
     def apply(self, k_STHD: Tensor, v_STHD: Tensor, start_position: int) -> tuple[Tensor, Tensor]:

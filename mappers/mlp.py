@@ -118,6 +118,11 @@ class MlpWeights:
     k: MlpPart
     v: MlpPart
 
+    @property
+    def parameters(self) -> int:
+        """Weights of all matrices; without biases and scaling."""
+        return self.k.parameters + self.v.parameters
+
 
 class MlpMapper:
     """A `Mapper` of networks; between equal heads also on features of the matching head alone.
@@ -153,7 +158,7 @@ class MlpMapper:
     @property
     def flops_per_token(self) -> int:
         """Floating point operations of the matrix products for one token."""
-        return 2 * (self.weights.k.parameters + self.weights.v.parameters)
+        return 2 * self.weights.parameters
 
     @torch.no_grad()
     def apply(self, k_STHD: Tensor, v_STHD: Tensor, start_position: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,11 @@ class LinearWeights:
         """Head groups: 1 when a target head reads every source head."""
         return self.k_weight_LGFO.shape[1]
 
+    @property
+    def parameters(self) -> int:
+        """Weights of all matrices; without biases."""
+        return self.k_weight_LGFO.numel() + self.v_weight_LGFO.numel()
+
     def placed(self, device: torch.device | str, dtype: torch.dtype) -> LinearWeights:
         """On `device`: matrices in `dtype`, biases in fp32, both dense.
 

@@ -158,6 +158,9 @@ def test_four_shards_give_the_mapper_of_one_run(models: tuple[Path, Path], tmp_p
         torch.testing.assert_close(weights(out)[name], expected, rtol=1e-2, atol=1e-6)
     with pytest.raises(MapperError, match="count from 1/4 to 4/4"):
         shard(models, out, 5, 4, settings=SETTINGS)
+    with pytest.raises(MapperError, match="shards cannot know before"):
+        both = replace(SETTINGS, sweep=True, attention_weights=True)
+        shard(models, out, 1, 4, settings=both)
 
 
 def test_every_pass_is_read_in_shards_before_the_next(
