@@ -75,6 +75,14 @@ def fit(
             help="Weight tokens by what the target's attention reads of them; reads twice.",
         ),
     ] = False,
+    attention_power: Annotated[
+        float,
+        typer.Option(
+            help="Power of those weights: 1 as published, less spreads them over more tokens.",
+            min=0.01,
+            max=1,
+        ),
+    ] = 0.5,
     sweep: Annotated[
         bool,
         typer.Option("--sweep", help="Try every k and both supports, and write the best."),
@@ -137,6 +145,7 @@ def fit(
         relative_lambda=relative_lambda,
         selection=selection,
         attention_weights=attention_weights,
+        attention_power=attention_power,
         sweep=sweep,
         fallback=fallback,
     )

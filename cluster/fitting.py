@@ -132,6 +132,7 @@ def fit_settings(
     relative_lambda: bool = False,
     selection: str = "top",
     attention_weights: bool = False,
+    attention_power: float = 0.5,
     sweep: bool = False,
     fallback: bool = False,
 ) -> FitSettings:
@@ -149,6 +150,7 @@ def fit_settings(
         ridge=Ridge(value=ridge_lambda, relative=relative_lambda),
         selection=cast(Literal["top", "greedy"], selection),
         attention_weights=attention_weights,
+        attention_power=attention_power,
         sweep=sweep,
         fallback=fallback,
         tokens=tokens,

@@ -90,6 +90,16 @@ def relevance_reference(
     return keys.flatten(1) * mean_1, values.flatten(1) * mean_1
 
 
+def softened(relevance_HN: Tensor, sequence_tokens: int, power: float) -> Tensor:
+    """Relevance to a power, brought back to mean 1 for every head and sequence.
+
+    Squared attention is concentrated on few tokens, on which 1, the paper's power, spends most of
+    the sample.
+    """
+    soft_HBT = relevance_HN.unflatten(1, (-1, sequence_tokens)) ** power
+    return (soft_HBT / soft_HBT.mean(-1, keepdim=True)).flatten(1)
+
+
 def grouped(relevance_LHN: Tensor, groups: int) -> Tensor:
     """Relevance [L, G, N] for a mapper's head groups: each head's own, or the mean of all."""
     return relevance_LHN.mean(1, keepdim=True) if groups == 1 else relevance_LHN

@@ -42,7 +42,8 @@ class FitSettings:
     the first token of a sequence, whose KV is far from all others; a fit in which it counts once
     misses it and loses a fifth of the top-1 agreement it could have, so it counts
     `first_token_weight` times. With `attention_weights` every token counts by what the target's
-    attention reads of it (`attention_weights`), a first token as often as the larger of both says.
+    attention reads of it (`attention_weights`), to the power `attention_power`, a first token as
+    often as the larger of both says.
     A `sweep` chooses k and support itself, from `sweep.DEFAULT_KS` and all. With `fallback` a
     linear map that is refused gets networks of `network_units` on top of it, which are kept if they
     are accepted.
@@ -53,6 +54,7 @@ class FitSettings:
     ridge: Ridge = field(default_factory=Ridge)
     selection: Selection = "top"
     attention_weights: bool = False
+    attention_power: float = 0.5
     sweep: bool = False
     fallback: bool = False
     network_units: int = HIDDEN_UNITS
@@ -127,7 +129,7 @@ def gather(
     ropes = Rope(source.rope, device), Rope(target.rope, device)
     models = ModelPair(folders, ropes, settings.dtype, device)
     spools = (folder / "calibration", folder / "heldout") if sequential else (None, None)
-    feed = Feed(calibration, size, models, spools[0])
+    feed = Feed(calibration, size, models, spools[0], attention_power=settings.attention_power)
     heldout = Feed(unseen, size, models, spools[1])
     if sequential:
         disk = sum(one.spool_bytes(source.geometry, settings.dtype) for one in (feed, heldout))

@@ -248,6 +248,7 @@ class FitRun:
             for part in alphas
         )
         return AttentionWeighting(
+            power=self._settings.attention_power,
             boundaries=len(boundaries(self._settings.sequence_tokens)),
             least_effective_tokens=min(chooser.relevance.tokens, 2 * width),
             alpha_k_LG=keys,

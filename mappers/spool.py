@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mappers.attention import Attended, watched_attention
-from mappers.attention_weights import Relevance, relevance
+from mappers.attention_weights import Relevance, relevance, softened
 from mappers.capture import TokenSequences, cached_kv, load_model, position_free
 from mappers.geometry import KVGeometry
 from mappers.rope import Rope
@@ -77,6 +77,7 @@ class Feed:
     """One set of sequences, batch by batch. Batches do not depend on who reads them.
 
     With `spool_dir` the source's KV come from files there, which `spool` must have made.
+    `attention_power` softens relevance (`attention_weights.softened`).
     """
 
     def __init__(
@@ -85,8 +86,11 @@ class Feed:
         batch_tokens: int,
         models: ModelPair,
         spool_dir: Path | None = None,
+        *,
+        attention_power: float = 1.0,
     ) -> None:
         self.data = data
+        self._power = attention_power
         self.spool_dir = spool_dir
         self._models = models
         self.sequence_tokens = data.ids_ST.shape[1]
@@ -117,7 +121,9 @@ class Feed:
         seen: list[tuple[Tensor, Tensor]] = []
 
         def see(one: Attended) -> None:
-            seen.append(relevance(one.q_BQTD, one.k_BHPD, one.v_BHPD, one.scale))
+            raw = relevance(one.q_BQTD, one.k_BHPD, one.v_BHPD, one.scale)
+            keys, values = (softened(part, ids_BT.shape[1], self._power) for part in raw)
+            seen.append((keys, values))
 
         if weigh:
             with watched_attention(self._models.target, see):

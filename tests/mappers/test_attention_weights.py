@@ -19,6 +19,7 @@ from mappers.attention_weights import (
     kish_alpha,
     relevance,
     relevance_reference,
+    softened,
 )
 from mappers.blocks import BlockSpec, PairMoments
 from mappers.capture import cache_to_kv, load_model
@@ -94,6 +95,16 @@ def test_relevance_equals_its_plain_reading() -> None:
         assert fast.shape == (2, 40)
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(fast.unflatten(1, (2, 20)).mean(-1), torch.ones(2, 2))
+
+
+def test_softened_relevance_keeps_its_order_and_mean_and_loses_its_peaks() -> None:
+    for part in relevance(*qkv(), 0.35):
+        assert torch.allclose(softened(part, 20, 1.0), part, rtol=1e-5)
+        soft = softened(part, 20, 0.5)
+        torch.testing.assert_close(soft.unflatten(1, (2, 20)).mean(-1), torch.ones(2, 2))
+        by_sequence = part.unflatten(1, (2, 20)).argsort(stable=True)
+        assert torch.equal(soft.unflatten(1, (2, 20)).argsort(stable=True), by_sequence)
+        assert soft.max() < part.max()
 
 
 def test_a_token_that_no_query_sees_has_no_relevance() -> None:
