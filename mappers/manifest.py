@@ -66,8 +66,8 @@ class AttentionWeighting(_Frozen):
     """Calibration tokens were weighted by what the target's attention reads of them.
 
     Weights are 1 + alpha (r - 1), r being relevance at `boundaries` positions per sequence, to the
-    `power`, of mean 1; `alpha_k_LG` and `alpha_v_LG` by target layer and head group, each the largest that
-    leaves an effective sample of `least_effective_tokens` (arXiv 2609.00891).
+    `power`, of mean 1; `alpha_k_LG` and `alpha_v_LG` by target layer and head group, each the
+    largest that leaves an effective sample of `least_effective_tokens` (arXiv 2609.00891).
     """
 
     power: float = 1.0
