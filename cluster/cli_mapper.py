@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from mappers.score_report import ScoreReport
+    from mappers.judging.records import ScoreReport
 
 SourceOption = Annotated[
     str,
@@ -162,7 +162,7 @@ def fit(
         return
     report = fit_pair(source, target, out, settings, shards=shards, **where)
     if report.sweep is not None and plot is not None:
-        from mappers.sweep import plot_sweep
+        from mappers.fitting.sweep import plot_sweep
 
         plot_sweep(report.sweep, plot)
     manifest = report.manifest

@@ -13,7 +13,7 @@ import typer
 from cluster.cli_mapper import DeviceOption, JsonOption, SourceOption, SuffixOption, TargetOption
 
 if TYPE_CHECKING:
-    from mappers.report import DirectionReport
+    from mappers.judging.report import DirectionReport
 
 _EXIT_REFUSED = 3
 

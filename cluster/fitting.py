@@ -17,8 +17,8 @@ from cluster.sources import model_folder, quickstart_mapper_folder, resolve_mapp
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mappers.fit import FitReport, FitSettings
-    from mappers.score_report import ScoreReport
+    from mappers.fitting.fit import FitReport, FitSettings
+    from mappers.judging.records import ScoreReport
 
 QUICKSTART_K = 8
 """Source layers per target layer of the quickstart mapper, as in the paper's main result."""
@@ -65,13 +65,13 @@ def fit_pair(
     shards: int | None = None,
     console: Console,
 ) -> FitReport:
-    """Fit a mapper between two named models; see `mappers.fit.fit`.
+    """Fit a mapper between two named models; see `mappers.fitting.fit.fit`.
 
     Without `settings` those of the quickstart mapper hold. Without `text` the quickstart pair's own
     text is read; without `heldout` a tenth of `text` is kept back. Raises MapperError or ModelError
     with what to change.
     """
-    from mappers.fit import fit
+    from mappers.fitting.fit import fit
 
     hide_loading_bars()
     return fit(
@@ -103,7 +103,7 @@ def fit_pair_shard(
     console: Console,
 ) -> Path:
     """Read one share of a fit, `shard` as in "2/4"; gives the file it leaves for `fit_pair`."""
-    from mappers.fit import fit_shard
+    from mappers.fitting.fit import fit_shard
 
     index, _, count = shard.partition("/")
     if not (index.isdecimal() and count.isdecimal()):
@@ -137,7 +137,7 @@ def fit_settings(
     fallback: bool = False,
 ) -> FitSettings:
     """Settings of a fit from the words of a command line; MapperError for an unknown word."""
-    from mappers.fit import FitSettings
+    from mappers.fitting.fit import FitSettings
     from mappers.manifest import Ridge
 
     if support not in ("full", "head_local"):
@@ -176,7 +176,7 @@ def score_pair(
 
     from mappers.capture import load_model, windows
     from mappers.fingerprint import fingerprint
-    from mappers.score import score_mapper
+    from mappers.judging.score import score_mapper
     from mappers.store import load_mapper
 
     hide_loading_bars()

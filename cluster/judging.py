@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from mappers.capture import TokenSequences
     from mappers.fingerprint import ModelFingerprint
+    from mappers.judging.report import DirectionReport, PairReport
     from mappers.mapper import Mapper
-    from mappers.report import DirectionReport, PairReport
 
 REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"
@@ -84,9 +84,9 @@ def validate_pair(
     from rich.progress import Progress
 
     from mappers.capture import TokenSequences, load_model, windows
-    from mappers.drift import drift
     from mappers.fingerprint import fingerprint
-    from mappers.report import PairReport
+    from mappers.judging.drift import drift
+    from mappers.judging.report import PairReport
 
     hide_loading_bars()
     folder = resolve_mapper(mapper)
@@ -151,10 +151,10 @@ def _direction(
     """Score, generation task and verdict of one ordered pair."""
     from transformers import AutoTokenizer
 
-    from mappers.generation import generation_task
-    from mappers.report import DirectionReport
-    from mappers.score import score_mapper
-    from mappers.score_judge import cautions
+    from mappers.judging.generation import generation_task
+    from mappers.judging.report import DirectionReport
+    from mappers.judging.score import score_mapper
+    from mappers.judging.verdict import cautions
     from mappers.store import mapper_id
 
     name = f"{way.source.name} to {way.target.name}"
@@ -228,7 +228,7 @@ def _created_by() -> str:
 
 
 def _write(out: Path, report: PairReport) -> None:
-    from mappers.report_page import page
+    from mappers.judging.page import page
 
     out.mkdir(parents=True, exist_ok=True)
     (out / REPORT_FILE).write_text(report.model_dump_json(indent=2) + "\n")

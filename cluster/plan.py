@@ -20,7 +20,7 @@ from mappers.manifest import Support
 BF16_BYTES = 2
 FP32_BYTES = 4
 FP64_BYTES = 8
-# `kvcascade fit` warns below this many calibration tokens per feature (mappers.fit).
+# `kvcascade fit` warns below this many calibration tokens per feature (mappers.fitting.fit).
 COMFORTABLE_RATIO = 5
 _GRID_POINTS = 200
 
@@ -117,7 +117,7 @@ def prefill_s(model: Architecture, tokens: int, gpus: Gpus) -> float:
 
 
 def feature_width(support: Support, k: int, source: KVGeometry, target: KVGeometry) -> int:
-    """Inputs of one regression: k H_s D_s, or k D_s with head_local (mappers.ridge).
+    """Inputs of one regression: k H_s D_s, or k D_s with head_local (mappers.fitting.ridge).
 
     Raises MapperError for a k that the source lacks, or head_local between unequal head counts.
     """

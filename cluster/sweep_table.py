@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from mappers.sweep import SweepResult
+    from mappers.fitting.sweep import SweepResult
 
 
 def print_sweep(result: SweepResult, console: Console) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from cluster.errors import MapperError, MapperMismatch
 from mappers.fingerprint import ModelFingerprint
-from mappers.score_report import ScoreReport
+from mappers.judging.records import ScoreReport
 
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "mapper.safetensors"

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from cluster.errors import MapperError
 from mappers.fingerprint import ModelFingerprint
+from mappers.fitting.ridge import feature_width
 from mappers.geometry import KVGeometry
 from mappers.manifest import Support
 from mappers.mapper import require_shape
-from mappers.ridge import feature_width
 from mappers.rope import Rope
 
 HIDDEN_UNITS = 1024

@@ -186,7 +186,7 @@ def test_parameters_are_those_of_the_transformers_model(kind: str, tied: bool) -
 
 @pytest.mark.parametrize("support", ["full", "head_local"])
 def test_widths_and_weights_are_those_of_the_mappers_package(support: Any) -> None:
-    from mappers.ridge import feature_width
+    from mappers.fitting.ridge import feature_width
 
     source, target = KVGeometry(7, 4, 16), KVGeometry(9, 4, 8)
     width = plan.feature_width(support, 3, source, target)
@@ -197,7 +197,7 @@ def test_widths_and_weights_are_those_of_the_mappers_package(support: Any) -> No
 
 
 def test_one_pass_statistics_are_what_the_fit_allocates() -> None:
-    from mappers.moments import Moments
+    from mappers.fitting.moments import Moments
 
     source, target = KVGeometry(4, 2, 8), KVGeometry(5, 2, 16)
     features, outputs = source.layers * source.width, target.layers * target.width
@@ -218,7 +218,7 @@ def test_every_way_with_fewer_choices_takes_less_memory() -> None:
 
 
 def test_the_calibration_ratio_is_the_one_that_fit_warns_at() -> None:
-    from mappers.fit import COMFORTABLE_RATIO
+    from mappers.fitting.fit import COMFORTABLE_RATIO
 
     full = planned("qwen3-14b", "qwen3-32b").mappers[0]
     assert full.comfortable_calibration_tokens == COMFORTABLE_RATIO * full.width == 40_960

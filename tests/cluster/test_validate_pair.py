@@ -18,9 +18,9 @@ from cluster.quickstart.text import heldout_texts
 from cluster.sources import quickstart_mapper_folder
 from mappers.capture import load_model, windows
 from mappers.fingerprint import fingerprint
+from mappers.judging.score import score_mapper
 from mappers.manifest import DataRecord, LayerR2, MapperManifest, Ridge, read_manifest
 from mappers.mapper import LinearMapper, LinearWeights
-from mappers.score import score_mapper
 from mappers.store import load_mapper, save_mapper
 from tests.mappers.oracle import identity_weights
 from tests.mappers.tiny import sentences, write_model

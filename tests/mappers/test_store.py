@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.errors import MapperError, MapperMismatch
 from mappers.fingerprint import fingerprint
+from mappers.judging.records import ScoreReport
 from mappers.manifest import (
     DataRecord,
     LayerR2,
@@ -20,7 +21,6 @@ from mappers.manifest import (
     read_manifest,
 )
 from mappers.mapper import IdentityMapper, LinearMapper, LinearWeights
-from mappers.score_report import ScoreReport
 from mappers.store import load_mapper, mapper_id, save_mapper
 from tests.mappers.tiny import print_of, rope, write_model
 
