@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from cluster.catalog import Architecture
 from cluster.errors import MapperError
+from mappers.fitting.sizes import moments_bytes
 from mappers.geometry import KVGeometry
 from mappers.manifest import Support
 
 BF16_BYTES = 2
 FP32_BYTES = 4
-FP64_BYTES = 8
 # `kvcascade fit` warns below this many calibration tokens per feature (mappers.fitting.fit).
 COMFORTABLE_RATIO = 5
 _GRID_POINTS = 200
@@ -172,9 +172,8 @@ def overlapped_s(one_s: float, other_s: float, stages: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Bytes of the fp64 sums of products from which keys and values are fitted, one set.
+    """Bytes of the fp64 sums of products from which `mappers.fitting` solves keys and values.
 
-    A fit keeps a second set for held-out text, and an fp32 product of one batch beside each.
     `one_pass` serves any choice of layers. The others need the layers chosen before: `choosing`
     holds what the choice takes, `chosen_together` all target layers at once (one Gram matrix of
     every source layer, cross products with chosen ones), `chosen_one_by_one` a single target layer.
@@ -187,32 +186,24 @@ class Statistics:
 
 
 def fit_statistics(support: Support, k: int, source: KVGeometry, target: KVGeometry) -> Statistics:
-    """Memory of a fit, over g groups of F = L_s w_s features and O = L_t w_t outputs.
+    """Memory of a fit (`mappers.fitting.passes`), over groups of heads with the same features.
 
-    `full` is one group with w = H D, `head_local` has H groups with w = D. Sums of one pass:
-    F (F + O) products, F and O means, O squares. Choosing is by head-matched D x D blocks for
-    both: H L_s D_s (D_s + L_t D_t).
+    `full` is one group with H D elements a layer, `head_local` has H groups with D. Layers are
+    chosen by matching heads.
     """
     width = feature_width(support, k, source, target)
     groups = 1 if support == "full" else target.kv_heads
     outputs = target.width // groups
     all_features = source.layers * source.width // groups
-    all_outputs = target.layers * outputs
-
-    def sums_bytes(products: int, means: int) -> int:
-        return 2 * FP64_BYTES * groups * (products + means)
-
-    heads = min(source.kv_heads, target.kv_heads)
-    block = source.head_dim * (source.head_dim + target.layers * target.head_dim)
+    heads = target.kv_heads
+    by_head = moments_bytes(source.layers * source.head_dim, target.layers * target.head_dim)
+    gram = moments_bytes(all_features, 0)
+    chosen = target.layers * moments_bytes(width, outputs, gram=False)
     return Statistics(
-        one_pass_bytes=sums_bytes(
-            all_features * (all_features + all_outputs), all_features + 2 * all_outputs
-        ),
-        choosing_bytes=2 * FP64_BYTES * heads * source.layers * block,
-        chosen_together_bytes=sums_bytes(
-            all_features**2 + target.layers * width * outputs, all_features + 2 * all_outputs
-        ),
-        chosen_one_by_one_bytes=sums_bytes(width * (width + outputs), width + 2 * outputs),
+        one_pass_bytes=2 * groups * moments_bytes(all_features, target.layers * outputs),
+        choosing_bytes=2 * heads * by_head,
+        chosen_together_bytes=2 * groups * (gram + chosen),
+        chosen_one_by_one_bytes=2 * groups * moments_bytes(width, outputs),
     )
 
 

@@ -71,7 +71,7 @@ def test_the_table_of_keys_is_that_of_the_configuration_model() -> None:
 
 def test_every_command_is_in_the_table_of_commands() -> None:
     group = typer.main.get_command(app)
-    named = set(re.findall(r"^\| `kvcascade (\w+)", README, re.MULTILINE))
+    named = set(re.findall(r"^\| `kvcascade ([\w-]+)", README, re.MULTILINE))
     assert named == set(group.commands)
 
 

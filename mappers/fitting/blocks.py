@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mappers.fitting.moments import Moments, moments_bytes
+from mappers.fitting.moments import Moments
+from mappers.fitting.sizes import moments_bytes
 from mappers.geometry import KVGeometry
 
 

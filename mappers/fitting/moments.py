@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import MapperError
-
-# Rows of a product formed at a time: its fp32 copy stays small, and tiles below the diagonal of the
-# symmetric sum need neither be computed nor kept.
-_TILE = 1024
+from mappers.fitting.sizes import tiles
 
 
 @dataclass(slots=True)
@@ -50,7 +47,7 @@ class Moments:
         self.mean_y_O = zeros(self.outputs)
         self.xx_tiles = [
             zeros(rows.stop - rows.start, self.features - rows.start)
-            for rows in _tiles(self.features if self.gram else 0)
+            for rows in tiles(self.features if self.gram else 0)
         ]
         self.xy_FO = zeros(self.features, self.outputs)
         self.yy_O = zeros(self.outputs)
@@ -64,7 +61,7 @@ class Moments:
         """Products [R, R] of some features, given in ascending order; a copy."""
         assert self.gram, "these moments were made without products of features"
         xx_RR = torch.empty(len(rows_R), len(rows_R), dtype=torch.float64, device=self.device)
-        for tile, xx in zip(_tiles(self.features), self.xx_tiles, strict=True):
+        for tile, xx in zip(tiles(self.features), self.xx_tiles, strict=True):
             first, end = torch.searchsorted(
                 rows_R, torch.tensor([tile.start, tile.stop], device=rows_R.device)
             ).tolist()
@@ -97,7 +94,7 @@ class Moments:
         for tile, xx in zip(self._gram_tiles(), self.xx_tiles, strict=True):
             xx.add_(x_NF[:, tile].T @ x_NF[:, tile.start :], alpha=scale)
             xx.addr_(dx_F[tile], dx_F[tile.start :], alpha=between)
-        for tile in _tiles(self.features if self.outputs else 0):
+        for tile in tiles(self.features if self.outputs else 0):
             xy = self.xy_FO[tile]
             xy.add_(x_NF[:, tile].T @ y_NO, alpha=scale).addr_(dx_F[tile], dy_O, alpha=between)
         self.yy_O.add_((y_NO * y_NO).sum(0), alpha=scale).addcmul_(dy_O, dy_O, value=between)
@@ -145,7 +142,7 @@ class Moments:
                 mine.copy_(tensors[name])
 
     def _gram_tiles(self) -> Iterator[slice]:
-        return _tiles(self.features if self.gram else 0)
+        return tiles(self.features if self.gram else 0)
 
     def _advance(
         self, count: float, mean_x_F: Tensor, mean_y_O: Tensor
@@ -161,14 +158,6 @@ class Moments:
         return dx_F, dy_O, between
 
 
-def moments_bytes(features: int, outputs: int, gram: bool = True) -> int:
-    """Bytes that `Moments` of this shape keep."""
-    sums = features * outputs + features + 2 * outputs
-    if gram:
-        sums += sum((t.stop - t.start) * (features - t.start) for t in _tiles(features))
-    return 8 * sums
-
-
 def available_memory_bytes(device: torch.device | str = "cpu") -> int:
     """Memory of `device` that can be taken; on the CPU without swapping, by the kernel's estimate.
 
@@ -180,8 +169,3 @@ def available_memory_bytes(device: torch.device | str = "cpu") -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise MapperError("/proc/meminfo has no MemAvailable line; fitting needs Linux 3.14 or later")
-
-
-def _tiles(features: int) -> Iterator[slice]:
-    for begin in range(0, features, _TILE):
-        yield slice(begin, min(begin + _TILE, features))

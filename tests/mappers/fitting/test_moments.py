@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mappers.fitting.moments import Moments, moments_bytes
+from mappers.fitting.moments import Moments
+from mappers.fitting.sizes import moments_bytes
 
 
 def observations() -> tuple[torch.Tensor, torch.Tensor]:

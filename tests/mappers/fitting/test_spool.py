@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mappers.fitting import spool
 from mappers.capture import pack
 from mappers.fingerprint import fingerprint
+from mappers.fitting import spool
 from mappers.fitting.spool import Feed, ModelPair, checkpoint_bytes
 from mappers.rope import Rope
 from tests.mappers.tiny import sentences, write_model
