@@ -53,10 +53,11 @@ def turned(model: Any, k_LTHD: Tensor, shift: int) -> Tensor:
     cos, sin = (part[0] for part in rotary(k_LTHD, position_ids=positions))
     # cos and sin carry YaRN's attention factor, which the keys hold already; it is cos at 0.
     factor = cos[0]
-    first, second = k_LTHD.chunk(2, dim=-1)
-    across_LTHD = torch.cat((-second, first), dim=-1)
-    moved_LTHD: Tensor = (k_LTHD * cos[1] + across_LTHD * sin[1]) / factor
-    return moved_LTHD
+    # Some families turn only the first elements of a head.
+    turning, rest = k_LTHD.split([cos.shape[-1], k_LTHD.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    across = torch.cat((-second, first), dim=-1)
+    return torch.cat(((turning * cos[1] + across * sin[1]) / factor, rest), dim=-1)
 
 
 class PlaceSums:
