@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +86,7 @@ def validate_pair(
     from mappers.fingerprint import fingerprint
     from mappers.judging.drift import drift
     from mappers.judging.report import PairReport
+    from mappers.manifest import created_by
 
     hide_loading_bars()
     folder = resolve_mapper(mapper)
@@ -130,7 +130,7 @@ def validate_pair(
         reverse=directions[1] if len(directions) == 2 else None,
         drift=drifted,
         notes=() if drifted else (_NO_REVERSE,),
-        created_by=_created_by(),
+        created_by=created_by(),
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     for way, direction in zip(ways, directions, strict=True):
@@ -218,13 +218,6 @@ def _require_report_folder(out: Path) -> None:
         raise MapperError(f"{out} is a file; give a folder for the report")
     if (out / "manifest.json").exists():
         raise MapperError(f"{out} is a mapper's folder, which holds nothing else; give another")
-
-
-def _created_by() -> str:
-    try:
-        return f"kvcascade {version('kvcascade')}"
-    except PackageNotFoundError:
-        return "kvcascade, run from its source tree"
 
 
 def _write(out: Path, report: PairReport) -> None:

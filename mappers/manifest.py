@@ -5,6 +5,7 @@ Knows no tensors. A mapper folder holds this file and `mapper.safetensors`.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,6 +150,14 @@ def read_manifest(folder: Path) -> MapperManifest:
         raise MapperError(
             f"{path} cannot be read: {where}: {first['msg']}; refit with `kvcascade fit`"
         ) from error
+
+
+def created_by() -> str:
+    """What writes a manifest or a report, with its version."""
+    try:
+        return f"kvcascade {version('kvcascade')}"
+    except PackageNotFoundError:
+        return "kvcascade, run from its source tree"
 
 
 def _flatten(values: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from cluster.config import CascadeConfig
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text()
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
-QUICK = (["kvcascade", "--help"], ["kvcascade", "validate"])
+QUICK = (["kvcascade", "--help"], ["kvcascade", "validate"], ["kvcascade", "plan"])
 
 
 def blocks(language: str) -> list[str]:

@@ -6,7 +6,6 @@ Knows in which order the other modules of this package act; holds no mathematics
 from __future__ import annotations
 
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cluster.errors import MapperError
@@ -38,6 +37,7 @@ from mappers.manifest import (
     MapperManifest,
     Networks,
     Support,
+    created_by,
 )
 from mappers.mapper import LinearWeights, Mapper
 from mappers.mlp import MlpWeights
@@ -129,7 +129,7 @@ class FitRun:
             heldout_r2=r2,
             score=score,
             weights_sha256="",
-            created_by=_created_by(),
+            created_by=created_by(),
         )
         return save_mapper(out_dir, weights, manifest), weights.parameters, swept
 
@@ -263,10 +263,3 @@ def _record(data: TokenSequences) -> DataRecord:
         sequence_tokens=data.ids_ST.shape[1],
         sha256=data.sha256,
     )
-
-
-def _created_by() -> str:
-    try:
-        return f"kvcascade {version('kvcascade')}"
-    except PackageNotFoundError:
-        return "kvcascade, run from its source tree"
