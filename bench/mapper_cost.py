@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cluster.demo_findings import machine
+from cluster.fitting import hide_loading_bars
 from cluster.quickstart.pair import default_home
 from mappers.capture import load_model
 from mappers.mapper import LinearMapper
@@ -117,6 +118,7 @@ def main(
     if not (home / "mappers" / "small-to-large").is_dir():
         raise typer.BadParameter("no quickstart mapper; run `kvcascade models` first")
     torch.set_num_threads(threads)
+    hide_loading_bars()
     with torch.inference_mode():
         rows = [measure(n, home, chunk_tokens, repeats, console) for n in (512, 2048, 6000)]
     columns = ("tokens", "prefill", "map", "prefill : map", "reference : map")
