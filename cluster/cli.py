@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from cluster.cli_calibrate import calibrate
 from cluster.cli_mapper import fit, score
 from cluster.cli_plan import plan
 from cluster.cli_validate_pair import validate_pair
@@ -57,6 +58,7 @@ app.command()(fit)
 app.command()(score)
 app.command()(plan)
 app.command()(validate_pair)
+app.command()(calibrate)
 
 PortOption = Annotated[
     int | None, typer.Option(help="HTTP port instead of the file's.", min=1, max=65535)

@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -27,6 +28,12 @@ IMPORT_PATH = "deployments.app:build_cascade_app"
 
 QUICKSTART = "quickstart:"
 """Prefix of a model source that `kvcascade models` prepares: `quickstart:small`, `...:large`."""
+
+PolicyName = Literal["margin", "quantile", "first_token", "deferral", "random", "small", "large"]
+"""What can decide who answers; `router/policies.py` makes them."""
+
+DEFAULT_MARGIN_THRESHOLD = 0.35
+"""Nats. Not a field's default, so that a threshold that somebody set can be told from none."""
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -173,14 +180,36 @@ class HandoffConfig(_Node):
 class RoutingConfig(_Node):
     """When the small model's answer is handed to the large one."""
 
-    policy: Literal["margin", "small", "large"] = Field(
-        "margin", description="`margin` watches the small model's doubt; the others are fixed."
+    policy: PolicyName = Field(
+        "margin",
+        description="What decides. `margin`: doubt in a window of tokens; `quantile`: in the worst "
+        "tokens so far; `first_token`: in the first token; `deferral`: in the finished answer; "
+        "`random`: chance; the others are fixed.",
     )
     margin_window_tokens: PositiveInt = Field(
         8, description="Tokens over which the top-1 minus top-2 log-probability is averaged."
     )
-    margin_threshold: float = Field(
-        0.35, ge=0, description="Escalate when the window's mean margin falls below this (nats)."
+    margin_quantile: float = Field(
+        0.1, ge=0, le=1, description="Which low quantile of the margins `quantile` looks at."
+    )
+    margin_threshold: NonNegativeFloat | None = Field(
+        None,
+        description="Escalate when the policy's margin falls below this (nats). Unset: 0.35, or "
+        "what `calibration` says.",
+    )
+    calibration: str | None = Field(
+        None, description="File of `kvcascade calibrate` that sets the threshold instead."
+    )
+    target_fraction: Fraction | None = Field(
+        None,
+        description="Part of the answers to escalate, with `calibration` or `random`. Unset: what "
+        "the file was made for.",
+    )
+    budget_escalations: PositiveInt | None = Field(
+        None, description="Most escalations of one router in `budget_window_s`. Unset: no limit."
+    )
+    budget_window_s: PositiveFloat = Field(
+        60.0, description="Length of the sliding window of the budget."
     )
     hold_back_tokens: int = Field(
         4, ge=0, description="Tokens kept back so that doubtful ones are never shown."
@@ -188,6 +217,43 @@ class RoutingConfig(_Node):
     max_escalation_tokens: PositiveInt = Field(
         256, description="After so many tokens of its own the small model keeps the answer."
     )
+    log_file: str | None = Field(
+        None, description="Append each answer's decisions to this JSONL file. Unset: no log."
+    )
+    log_margins: bool = Field(
+        False, description="Log every margin too, as calibration and replay need."
+    )
+
+    @property
+    def threshold(self) -> float:
+        """The threshold where no calibration sets one (nats)."""
+        return DEFAULT_MARGIN_THRESHOLD if self.margin_threshold is None else self.margin_threshold
+
+    @model_validator(mode="after")
+    def _check(self) -> RoutingConfig:
+        scored = self.policy not in ("random", "small", "large")
+        if self.calibration is not None and self.margin_threshold is not None:
+            raise ValueError("margin_threshold and calibration both set a threshold: drop one")
+        if self.calibration is not None and self.policy == "random":
+            raise ValueError("calibration: `random` needs none; drop it")
+        if self.target_fraction is not None and self.policy in ("small", "large"):
+            raise ValueError(f"target_fraction: `{self.policy}` is a fixed choice; drop it")
+        if self.target_fraction is not None and scored and self.calibration is None:
+            raise ValueError(
+                "target_fraction needs `calibration`: a file made with `kvcascade calibrate`"
+            )
+        if self.target_fraction is None and self.policy == "random":
+            raise ValueError("policy random needs `target_fraction`, as 0.3")
+        if self.policy == "deferral" and self.hold_back_tokens == 0:
+            raise ValueError(
+                "policy deferral can only replace tokens that were held back: raise "
+                "hold_back_tokens, to the longest answer if all of it shall be replaceable"
+            )
+        if self.budget_escalations is not None and self.policy == "small":
+            raise ValueError("budget_escalations: `small` never escalates; drop it")
+        if self.log_margins and self.log_file is None:
+            raise ValueError("log_margins needs `log_file`")
+        return self
 
 
 class TransportConfig(_Node):

@@ -24,7 +24,8 @@ from deployments.openai_errors import (
     unknown_model,
 )
 from router.api import parse_options
-from router.policy import FixedPolicy, Role, make_policy
+from router.policies import NO_STATE, RoutingState, make_policy
+from router.policy import FixedPolicy, Policy, Role
 from router.splice import Site
 
 if TYPE_CHECKING:
@@ -68,7 +69,12 @@ class ChatService:
     """Answers chat requests; loads the tokenizer and vLLM's front end when it is made."""
 
     def __init__(
-        self, config: CascadeConfig, site: Site, model_folder: str, observer: Observer
+        self,
+        config: CascadeConfig,
+        site: Site,
+        model_folder: str,
+        observer: Observer,
+        state: RoutingState = NO_STATE,
     ) -> None:
         from vllm.config import VllmConfig
         from vllm.renderers import renderer_from_config
@@ -76,6 +82,7 @@ class ChatService:
         from deployments.frontend import make_front, make_model_config
 
         self._routing = config.routing
+        self._state = state
         self._observer = observer
         self._fixed: dict[str, Role] = {config.small.name: "small", config.large.name: "large"}
         model_config = make_model_config(model_folder, config.large)
@@ -160,6 +167,13 @@ class ChatService:
                 param="cascade",
             )
         options = parse_options(wish)
+
+        def new_policy() -> Policy:
+            if role is not None:
+                return FixedPolicy(role, "named")
+            return make_policy(self._routing, options, self._state)
+
+        new_policy()  # refuses options that this deployment cannot follow
         try:
             request = ChatCompletionRequest.model_validate(fields)
         except ValidationError as error:
@@ -173,9 +187,7 @@ class ChatService:
             )
         call = Call(
             options=options,
-            new_policy=lambda: (
-                make_policy(self._routing, options) if role is None else FixedPolicy(role, "named")
-            ),
+            new_policy=new_policy,
             recorder=watch,
             has_tools=bool(request.tools),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,12 +18,15 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from cluster.config import parse_cascade_config
+from cluster.config import CascadeConfig, parse_cascade_config
 from cluster.errors import EngineError, KvcascadeError
 from cluster.sources import resolve_model
 from cluster.telemetry import Metrics, make_tracer, make_tracer_provider
+from deployments.decision_log import DecisionLog
 from deployments.observer import Observer
 from deployments.openai_app import Service, build_http_app
+from router.calibration import read_calibration
+from router.policies import RoutingState
 from router.ports import EngineChunk, EngineRequest
 from router.splice import Site
 
@@ -85,6 +89,7 @@ class Router:
         self._handles = {cascade.small.name: small, cascade.large.name: large, "mapper": mapper}
         self._traces = make_tracer_provider(cascade.telemetry)
         observer = Observer(Metrics(), make_tracer(self._traces))
+        state, self._log = _routing(cascade)
         site = Site(
             small=RayEnginePort(small, cascade.small.name),
             large=RayEnginePort(large, cascade.large.name),
@@ -93,8 +98,9 @@ class Router:
             small_context_tokens=cascade.small.max_model_len_tokens,
             min_handoff_tokens=cascade.handoff.min_handoff_tokens,
             hold_back_tokens=cascade.routing.hold_back_tokens,
+            log=self._log,
         )
-        chat = ChatService(cascade, site, resolve_model(cascade.large.source), observer)
+        chat = ChatService(cascade, site, resolve_model(cascade.large.source), observer, state)
         self._service = Service(chat=chat, health=self._health, metrics=node_metrics)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -104,11 +110,35 @@ class Router:
     def __del__(self) -> None:
         if traces := getattr(self, "_traces", None):
             traces.shutdown()
+        if log_ := getattr(self, "_log", None):
+            log_.close()
 
     async def _health(self) -> dict[str, str | None]:
         names = list(self._handles)
         states = await asyncio.gather(*(_state(self._handles[name]) for name in names))
         return dict(zip(names, states, strict=True))
+
+
+def _routing(cascade: CascadeConfig) -> tuple[RoutingState, DecisionLog | None]:
+    """What requests share, and the decision log; ConfigError for a stale calibration.
+
+    Only a calibration or a log needs the files of both models on the router's node.
+    """
+    routing = cascade.routing
+    if routing.calibration is None and routing.log_file is None:
+        return RoutingState.of(routing, None), None
+    from cluster.dependencies import running_dependencies
+
+    depends = running_dependencies(cascade)
+    calibration = None
+    if routing.calibration is not None:
+        calibration = read_calibration(Path(routing.calibration).expanduser())
+        calibration.check_dependencies(depends)
+    state = RoutingState.of(routing, calibration)
+    if routing.log_file is None:
+        return state, None
+    path = Path(routing.log_file).expanduser()
+    return state, DecisionLog(path, depends, margins=routing.log_margins)
 
 
 async def _state(handle: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.config import Fraction, PolicyName
 from cluster.errors import RequestError
 
 
@@ -30,11 +31,23 @@ class CascadeOptions(BaseModel):
     recompute: bool = Field(
         False, description="Escalate by reading the conversation again, without a handoff."
     )
+    policy: PolicyName | None = Field(
+        None, description="What decides for this request instead of the configured policy."
+    )
+    target_fraction: Fraction | None = Field(
+        None, description="Part of such requests to escalate; needs a calibration or `random`."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> CascadeOptions:
         if self.force == "small" and self.escalate_after_tokens is not None:
             raise ValueError("`force: small` never escalates: drop `escalate_after_tokens`")
+        settled = self.force is not None or self.escalate_after_tokens is not None
+        if settled and (self.policy is not None or self.target_fraction is not None):
+            raise ValueError(
+                "`force` and `escalate_after_tokens` settle the request: drop `policy` and "
+                "`target_fraction`"
+            )
         return self
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from cluster.errors import EngineError, RequestError
 from router.api import CascadeInfo, CascadeOptions, DecisionInfo, Segment
 from router.background import Background
+from router.chance import request_hash
 from router.policy import Decision, Policy, Role
 from router.ports import (
     EngineChunk,
@@ -27,6 +28,7 @@ from router.ports import (
     KeepRule,
     TokenStep,
 )
+from router.record import AnswerLog, Watch
 from router.stats import NullRecorder, Recorder
 from router.takeover import Takeover
 
@@ -40,7 +42,8 @@ class Site:
 
     `names` are the models' names in the API. Conversations shorter than `min_handoff_tokens` are
     read again instead of handed over. A small model holds `small_context_tokens` of prompt and
-    answer; `hold_back_tokens` of its tokens wait before they are sent.
+    answer; `hold_back_tokens` of its tokens wait before they are sent. `log` gets each answer's
+    decisions.
     """
 
     small: EnginePort
@@ -51,6 +54,7 @@ class Site:
     min_handoff_tokens: int
     hold_back_tokens: int
     recorder: Recorder = field(default_factory=NullRecorder)
+    log: AnswerLog | None = None
     background: Background = field(default_factory=Background)
 
 
@@ -87,7 +91,8 @@ class Cascade:
     def __init__(self, site: Site, policy: Policy, options: CascadeOptions, job: Job) -> None:
         assert job.max_tokens > 0
         self._site = site
-        self._policy = policy
+        self._watch = None if site.log is None else Watch(policy)
+        self._policy: Policy = self._watch or policy
         self._options = options
         self._job = job
         self._sent: list[int] = []
@@ -105,7 +110,7 @@ class Cascade:
         Closing it aborts whatever still runs.
         """
         try:
-            decision = self._policy.on_request()
+            decision = self._policy.on_request(request_hash(self._job.prompt_token_ids))
             room = self._site.small_context_tokens - len(self._job.prompt_token_ids)
             if decision.action == "stay" and room <= 0:
                 if not self._policy.may_escalate:
@@ -218,7 +223,7 @@ class Cascade:
             limit = min(limit, max(policy.small_tokens, 1))
         prompt = job.prompt_token_ids
         keep: KeepRule = "on_abort" if limit == job.max_tokens else "always"
-        if policy.small_tokens == 0:
+        if policy.small_tokens == 0 or policy.at_end:
             keep = "always"
         longest = len(prompt) + limit
         if (
@@ -251,6 +256,10 @@ class Cascade:
             self._escalate(decision)
             return piece
         if decision.action == "escalate":
+            # What still waits is dropped, and the large model goes on after what was sent.
+            if self._policy.at_end and last.steps and self._job.may_switch(tuple(self._sent)):
+                self._escalate(decision)
+                return None
             decision = replace(decision, action="stay", reason="ended_early")
         self._settle(decision)
         return self._send("small", last)
@@ -302,3 +311,15 @@ class Cascade:
         if self._kept and not taken:
             await self._site.small.release(self._small_id)
         self._settle_stopped()
+        self._write_log()
+
+    def _write_log(self) -> None:
+        if self._watch is None or self._decision is None or self._site.log is None:
+            return
+        self._site.log(
+            self._watch.record(
+                self._decision,
+                small_tokens=self._by_model["small"],
+                large_tokens=self._by_model["large"],
+            )
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.config import RoutingConfig
 from router.api import CascadeInfo, CascadeOptions
-from router.policy import make_policy
+from router.policies import make_policy
 from router.ports import EngineRequest, TokenStep
 from router.splice import Cascade, Job, Site
 from tests.fakes import FakeHandoffPort, ListRecorder, ScriptedEngine, steps

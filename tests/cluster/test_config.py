@@ -59,6 +59,32 @@ def test_a_wrong_value_is_refused_by_its_key(path: str, value: Any, message: str
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        ({"target_fraction": 0.3}, "args.routing: target_fraction needs `calibration`"),
+        ({"calibration": "c", "margin_threshold": 1}, "both set a threshold"),
+        ({"policy": "random"}, "policy random needs `target_fraction`"),
+        ({"policy": "small", "target_fraction": 0.3}, "`small` is a fixed choice"),
+        ({"policy": "deferral", "hold_back_tokens": 0}, "raise hold_back_tokens"),
+        ({"log_margins": True}, "log_margins needs `log_file`"),
+    ],
+)
+def test_routing_keys_that_contradict_are_refused_in_one_line(
+    routing: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_cascade_config({**ARGS, "routing": routing})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_dumped_configuration_reads_as_itself_and_keeps_the_default_threshold() -> None:
+    cascade = parse_cascade_config({**ARGS, "routing": {"calibration": "c.json"}})
+    assert parse_cascade_config(cascade.model_dump(mode="json")) == cascade
+    default = parse_cascade_config(ARGS).routing
+    assert (default.policy, default.margin_window_tokens, default.threshold) == ("margin", 8, 0.35)
+
+
 def test_a_cpu_engine_takes_blocks_of_a_multiple_of_32_tokens_only() -> None:
     args = changed("small.accelerator", "cpu")
     args["small"]["block_size_tokens"] = 48

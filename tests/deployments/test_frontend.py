@@ -231,3 +231,10 @@ def test_engine_parameters_leave_text_to_the_front_end() -> None:
     assert (part.n, part.stop, part.logprobs, part.detokenize) == (1, [], 2, False)
     assert (part.max_tokens, part.min_tokens, part.temperature, part.seed) == (8, 3, 0.5, 3)
     assert (asked.stop, asked.max_tokens) == (["x"], 50)
+
+
+async def test_a_request_chooses_its_own_policy(desk: Desk) -> None:
+    answer = await desk.ask(cascade={"policy": "random", "target_fraction": 1.0})
+    decision = (answer.model_extra or {})["cascade"]["decision"]
+    assert (decision["action"], decision["reason"]) == ("large", "random")
+    assert desk.small.requests == []

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.vllm
         ({"extra_body": {"vllm_xargs": {"a": 1}}}, "vllm_xargs", "invalid_value"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search", "invalid_value"),
         ({"cascade": {"treshold": 1}}, "cascade.treshold", "invalid_value"),
+        ({"cascade": {"target_fraction": 0.3}}, "cascade.target_fraction", "invalid_value"),
+        ({"cascade": {"policy": "random"}}, "cascade.target_fraction", "invalid_value"),
         ({"model": "big", "cascade": {"force": "small"}}, "cascade", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"messages": "hello"}, "messages", "invalid_value"),

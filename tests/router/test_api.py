@@ -25,6 +25,10 @@ def test_options_are_read() -> None:
         ({"force": "medium"}, "cascade.force"),
         ({"escalate_after_tokens": -1}, "cascade.escalate_after_tokens"),
         ({"force": "small", "escalate_after_tokens": 3}, "cascade"),
+        ({"force": "large", "policy": "margin"}, "cascade"),
+        ({"escalate_after_tokens": 3, "target_fraction": 0.3}, "cascade"),
+        ({"target_fraction": 0}, "cascade.target_fraction"),
+        ({"policy": "magic"}, "cascade.policy"),
         ("large", "cascade"),
     ],
 )
@@ -36,5 +40,5 @@ def test_a_wrong_field_is_named(value: object, param: str) -> None:
 
 
 def test_an_unknown_key_lists_the_allowed_ones() -> None:
-    with pytest.raises(RequestError, match="force, escalate_after_tokens, recompute"):
-        parse_options({"policy": "margin"})
+    with pytest.raises(RequestError, match="recompute, policy, target_fraction"):
+        parse_options({"polcy": "margin"})

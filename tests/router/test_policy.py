@@ -6,43 +6,49 @@ import pytest
 
 from cluster.config import RoutingConfig
 from router.api import CascadeOptions
-from router.policy import Decision, FixedPolicy, MarginPolicy, ScheduledPolicy, make_policy
+from router.policies import make_policy
+from router.policy import Decision, FixedPolicy, Policy, ScheduledPolicy
+from router.threshold import ScorePolicy
 from tests.fakes import step
 
 ROUTING = RoutingConfig(margin_window_tokens=2, margin_threshold=1.0, max_escalation_tokens=4)
 
 
+def margin_policy() -> Policy:
+    return make_policy(ROUTING, CascadeOptions())
+
+
 def test_margin_escalates_on_the_first_window_below_the_threshold() -> None:
-    policy = MarginPolicy(ROUTING)
+    policy = margin_policy()
     actions = [policy.on_token(step(1, margin)).action for margin in (3.0, 3.0, 0.5, 0.5)]
     assert actions == ["stay", "stay", "stay", "escalate"]
 
 
 def test_margin_reports_the_window_mean_it_acted_on() -> None:
-    policy = MarginPolicy(ROUTING)
+    policy = margin_policy()
     policy.on_token(step(1, 0.5))
     assert policy.on_token(step(1, 0.25)) == Decision("escalate", "low_margin", 0.375, 1.0)
 
 
 def test_margin_waits_for_a_whole_window() -> None:
-    assert MarginPolicy(ROUTING).on_token(step(1, 0.0)).action == "stay"
+    assert margin_policy().on_token(step(1, 0.0)).action == "stay"
 
 
 def test_missing_logprobs_neither_escalate_nor_count_as_confidence() -> None:
-    policy = MarginPolicy(ROUTING)
+    policy = margin_policy()
     for _ in range(4):
         assert policy.on_token(step(1, None)) == Decision("stay", "no_evidence", None, 1.0)
     assert policy.on_complete("stop").reason == "no_evidence"
 
 
 def test_missing_logprobs_do_not_push_doubt_out_of_the_window() -> None:
-    policy = MarginPolicy(ROUTING)
+    policy = margin_policy()
     actions = [policy.on_token(step(1, margin)).action for margin in (0.5, None, 0.5)]
     assert actions == ["stay", "stay", "escalate"]
 
 
 def test_margin_keeps_the_answer_after_its_last_escalation_token() -> None:
-    policy = MarginPolicy(ROUTING)
+    policy = margin_policy()
     for _ in range(4):
         policy.on_token(step(1, 3.0))
     late = [policy.on_token(step(1, 0.0)) for _ in range(3)]
@@ -50,7 +56,7 @@ def test_margin_keeps_the_answer_after_its_last_escalation_token() -> None:
 
 
 def test_a_finished_answer_reports_its_lowest_window() -> None:
-    policy = MarginPolicy(ROUTING)
+    policy = margin_policy()
     for margin in (4.0, 2.0, 6.0):
         policy.on_token(step(1, margin))
     assert policy.on_complete("stop") == Decision("stay", "confident", 3.0, 1.0)
@@ -65,7 +71,7 @@ def test_scheduled_goes_on_at_its_limit_but_not_after_the_models_own_end() -> No
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        (CascadeOptions(), MarginPolicy),
+        (CascadeOptions(), ScorePolicy),
         (CascadeOptions(force="small"), FixedPolicy),
         (CascadeOptions(force="large"), FixedPolicy),
         (CascadeOptions(force="large", escalate_after_tokens=3), ScheduledPolicy),
@@ -80,4 +86,4 @@ def test_the_requests_options_win_over_the_configured_policy(
 
 def test_forced_large_is_large_from_the_first_token() -> None:
     policy = make_policy(ROUTING, CascadeOptions(force="large"))
-    assert policy.on_request() == Decision("large", "forced")
+    assert policy.on_request("00") == Decision("large", "forced")

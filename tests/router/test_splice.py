@@ -6,7 +6,7 @@ import pytest
 
 from cluster.errors import RequestError
 from router.api import CascadeOptions
-from router.policy import make_policy
+from router.policies import make_policy
 from router.ports import TokenStep
 from router.splice import Cascade, Job
 from tests.fakes import ScriptedEngine, step, steps
