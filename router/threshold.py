@@ -1,0 +1,134 @@
+"""Policies that compare a score with a threshold: while the small model writes, or at its end.
+
+Tokens without log-probabilities are no evidence: they neither escalate nor reassure. It does not
+know where a threshold came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from router.chance import uniform
+from router.policy import Decision
+from router.ports import FinishReason, TokenStep
+from router.scores import ScoreSpec
+from router.signals import margin
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Where doubt begins (nats).
+
+    Of the answers whose score equals `value` exactly, the fraction `tie_fraction` is doubtful,
+    drawn by request hash; so a threshold can split scores that many answers share.
+    """
+
+    value: float
+    tie_fraction: float = 0.0
+    calibration_id: str | None = None
+
+    def doubts(self, score: float, tie: float) -> bool:
+        """Whether an answer with this score and tie draw (in [0, 1)) has to be escalated."""
+        return score < self.value or (score == self.value and tie < self.tie_fraction)
+
+
+class ScorePolicy:
+    """Escalates in mid-answer, as soon as the score falls below the threshold.
+
+    A finished answer reports its score: the lowest value of the statistic (`ScoreSpec`).
+    """
+
+    at_end = False
+    may_escalate = True
+    small_tokens = None
+
+    def __init__(self, spec: ScoreSpec, threshold: Threshold) -> None:
+        assert spec.falls and spec.last_token is not None
+        self.name: str = spec.name
+        self._threshold = threshold
+        self._last_token = spec.last_token
+        self._statistic = spec.start()
+        self._tie = 0.0
+        self._seen = 0
+        self._lowest: float | None = None
+
+    def on_request(self, request_hash: str) -> Decision:
+        """Always starts with the small model."""
+        self._tie = uniform(request_hash, "tie")
+        return self._stay("watching")
+
+    def on_token(self, step: TokenStep) -> Decision:
+        """`escalate` while the statistic is below the threshold, within the allowed tokens."""
+        self._seen += 1
+        if self._seen > self._last_token:
+            return self._stay("past_limit")
+        found = margin(step)
+        if found is None:
+            return self._stay("no_evidence")
+        self._statistic.push(found)
+        value = self._statistic.value
+        if value is None:
+            return self._stay("watching")
+        self._lowest = value if self._lowest is None else min(self._lowest, value)
+        if self._threshold.doubts(value, self._tie):
+            return _decide("escalate", "low_margin", value, self._threshold)
+        return self._stay("watching")
+
+    def on_complete(self, finish_reason: FinishReason) -> Decision:
+        """`stay`: confident when there is a score, else without evidence."""
+        return self._stay("confident" if self._lowest is not None else "no_evidence")
+
+    def _stay(self, reason: str) -> Decision:
+        return _decide("stay", reason, self._lowest, self._threshold)
+
+
+class DeferralPolicy:
+    """Judges the small model's whole answer when it has ended.
+
+    What was sent by then stays. Only tokens that are still held back can be dropped, and the large
+    model goes on from there: a hold-back longer than the answer lets it answer from the beginning,
+    a shorter one lets it rewrite the end alone.
+    """
+
+    at_end = True
+    may_escalate = True
+    small_tokens = None
+
+    def __init__(self, spec: ScoreSpec, threshold: Threshold) -> None:
+        assert not spec.falls
+        self.name: str = spec.name
+        self._threshold = threshold
+        self._statistic = spec.start()
+        self._tie = 0.0
+
+    def on_request(self, request_hash: str) -> Decision:
+        """Always starts with the small model."""
+        self._tie = uniform(request_hash, "tie")
+        return self._stay("watching")
+
+    def on_token(self, step: TokenStep) -> Decision:
+        """`stay`: it waits for the end."""
+        found = margin(step)
+        if found is None:
+            return self._stay("no_evidence")
+        self._statistic.push(found)
+        return self._stay("watching")
+
+    def on_complete(self, finish_reason: FinishReason) -> Decision:
+        """`escalate` when the mean margin of the answer is below the threshold."""
+        score = self._statistic.value
+        if score is None:
+            return self._stay("no_evidence")
+        if self._threshold.doubts(score, self._tie):
+            return _decide("escalate", "low_margin", score, self._threshold)
+        return self._stay("confident")
+
+    def _stay(self, reason: str) -> Decision:
+        return _decide("stay", reason, self._statistic.value, self._threshold)
+
+
+def _decide(
+    action: Literal["stay", "escalate"], reason: str, score: float | None, threshold: Threshold
+) -> Decision:
+    return Decision(action, reason, score, threshold.value, threshold.calibration_id)
