@@ -13,7 +13,7 @@ import typer
 from cluster.cli_mapper import DeviceOption, JsonOption, SourceOption, SuffixOption, TargetOption
 
 if TYPE_CHECKING:
-    from mappers.judging.report import DirectionReport
+    from mappers.judging.report import DirectionReport, DriftReport
 
 _EXIT_REFUSED = 3
 
@@ -86,16 +86,20 @@ def validate_pair(
             for caution in direction.cautions:
                 typer.echo(f"caution: {caution}")
         if report.drift is not None:
-            first, last = report.drift.kept[0], report.drift.kept[-1]
-            typer.echo(
-                f"{len(report.drift.kept)} handoffs: KL to native {first.kl_to_native:.3f} after "
-                f"the first, {last.kl_to_native:.3f} after the last"
-            )
+            _print_drift(report.drift)
         for note in report.notes:
             typer.echo(note)
         typer.echo(f"report: {folder / judging.PAGE_FILE}")
     if any(direction.score.verdict == "refuse" for direction in directions):
         raise typer.Exit(_EXIT_REFUSED)
+
+
+def _print_drift(drift: DriftReport) -> None:
+    typer.echo(f"KL to native over {len(drift.kept)} alternating handoffs:")
+    for name, turns in (("own tokens kept", drift.kept), ("all mapped anew", drift.remapped)):
+        for owner in dict.fromkeys(turn.owner for turn in turns):
+            of_owner = [f"{turn.kl_to_native:.3f}" for turn in turns if turn.owner == owner]
+            typer.echo(f"  {name}, {owner}: {' '.join(of_owner)}")
 
 
 def _print_generation(direction: DirectionReport) -> None:
