@@ -245,7 +245,7 @@ def print_score(report: ScoreReport) -> None:
         "last "
         f"{report.native_suffix_tokens} read natively, then {report.scored_tokens} scored"
     )
-    table.add_column("cache of the large model")
+    table.add_column("cache of the target")
     for name in ("perplexity", "KL to native", "top-1 agreement", "attention cosine"):
         table.add_column(name, justify="right")
     for row in report.rows:
