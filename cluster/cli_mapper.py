@@ -28,6 +28,13 @@ TextOption = Annotated[
         "that comes with the quickstart pair."
     ),
 ]
+MapperOption = Annotated[
+    str, typer.Option(help="Folder of the mapper, `quickstart` or `identity`.")
+]
+HeldoutTextOption = Annotated[
+    Path | None,
+    typer.Option(help="Held-out text, .jsonl or plain. Unset: the quickstart pair's."),
+]
 DeviceOption = Annotated[str, typer.Option(help="Torch device, as `cuda:0`.")]
 SuffixOption = Annotated[
     int,
@@ -192,15 +199,10 @@ def fit(
 
 
 def score(
-    mapper: Annotated[
-        str, typer.Option(help="Folder of the mapper, `quickstart` or `identity`.")
-    ] = "quickstart",
+    mapper: MapperOption = "quickstart",
     source: SourceOption = "small",
     target: TargetOption = "large",
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Held-out text, .jsonl or plain. Unset: the quickstart pair's."),
-    ] = None,
+    text: HeldoutTextOption = None,
     tokens: Annotated[int, typer.Option(help="Held-out tokens to read.", min=1)] = 8_192,
     prefix_tokens: Annotated[
         int, typer.Option(help="Tokens before and after which every window is cut.", min=2)
@@ -211,8 +213,8 @@ def score(
 ) -> None:
     """Measure what a mapper costs in quality: the large model going on from a mapped cache.
 
-    Beside the mapped cache stand its controls: the large model's own cache, the small model's
-    cache unmapped, no cache, and the small model alone.
+    Beside the mapped cache stand its controls: the target's own cache, another text's, a random
+    mapper's, the source's unmapped, no cache, and the source alone.
     """
     from rich.console import Console
 

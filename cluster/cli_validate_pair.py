@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli_mapper import DeviceOption, JsonOption, SourceOption, SuffixOption, TargetOption
+from cluster.cli_mapper import (
+    DeviceOption,
+    HeldoutTextOption,
+    JsonOption,
+    MapperOption,
+    SourceOption,
+    SuffixOption,
+    TargetOption,
+)
 
 if TYPE_CHECKING:
     from mappers.judging.report import DirectionReport, DriftReport
@@ -19,9 +27,7 @@ _EXIT_REFUSED = 3
 
 
 def validate_pair(
-    mapper: Annotated[
-        str, typer.Option(help="Folder of the mapper, `quickstart` or `identity`.")
-    ] = "quickstart",
+    mapper: MapperOption = "quickstart",
     source: SourceOption = "small",
     target: TargetOption = "large",
     reverse: Annotated[
@@ -41,10 +47,7 @@ def validate_pair(
         ),
     ] = None,
     native_suffix_tokens: SuffixOption = 1,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Held-out text, .jsonl or plain. Unset: the quickstart pair's."),
-    ] = None,
+    text: HeldoutTextOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for report.html and report.json. Unset: <mapper>-report."),

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 from cluster.catalog import Architecture
 from cluster.errors import MapperError
+from mappers import supports
 from mappers.fitting.sizes import moments_bytes
 from mappers.geometry import KVGeometry
 from mappers.manifest import Support
 
 BF16_BYTES = 2
 FP32_BYTES = 4
-# `kvcascade fit` warns below this many calibration tokens per feature (mappers.fitting.fit).
-COMFORTABLE_RATIO = 5
 _GRID_POINTS = 200
 
 
@@ -94,9 +93,9 @@ def parameters(model: Architecture) -> Parameters:
     )
 
 
-def kv_bytes_per_token(geometry: KVGeometry, element_bytes: int = BF16_BYTES) -> int:
-    """Keys and values of one token over all layers: 2 L H D elements."""
-    return 2 * geometry.layers * geometry.width * element_bytes
+def kv_bytes_per_token(geometry: KVGeometry) -> int:
+    """Keys and values of one token over all layers, in bf16."""
+    return geometry.kv_bytes_per_token(BF16_BYTES)
 
 
 def prefill_flop_per_token(model: Architecture, tokens: int) -> float:
@@ -117,7 +116,7 @@ def prefill_s(model: Architecture, tokens: int, gpus: Gpus) -> float:
 
 
 def feature_width(support: Support, k: int, source: KVGeometry, target: KVGeometry) -> int:
-    """Inputs of one regression: k H_s D_s, or k D_s with head_local (mappers.fitting.ridge).
+    """Inputs of one regression: k H_s D_s, or k D_s with head_local (mappers.supports).
 
     Raises MapperError for a k that the source lacks, or head_local between unequal head counts.
     """
@@ -126,14 +125,7 @@ def feature_width(support: Support, k: int, source: KVGeometry, target: KVGeomet
             f"k {k} is not possible: the source has {source.layers} layers; give 1 to "
             f"{source.layers}"
         )
-    if support == "full":
-        return k * source.width
-    if source.kv_heads != target.kv_heads:
-        raise MapperError(
-            f"support head_local needs equal KV heads, but the source has {source.kv_heads} and "
-            f"the target {target.kv_heads}; use support full"
-        )
-    return k * source.head_dim
+    return supports.feature_width(support, k, source, target)
 
 
 def mapper_weights(support: Support, k: int, source: KVGeometry, target: KVGeometry) -> int:

@@ -21,6 +21,7 @@ from cluster.plan_report import (
     Scenario,
     Side,
 )
+from mappers.fitting.sizes import COMFORTABLE_RATIO
 from mappers.manifest import Support
 
 DEFAULT_K = 8
@@ -194,7 +195,7 @@ def _mapper(
         map_s=map_s,
         sooner_s=plan.prefill_s(target, scenario.tokens, scenario.hardware) - map_s,
         minimum_calibration_tokens=width + 1,
-        comfortable_calibration_tokens=plan.COMFORTABLE_RATIO * width,
+        comfortable_calibration_tokens=COMFORTABLE_RATIO * width,
         fit_one_pass_bytes=statistics.one_pass_bytes,
         fit_choosing_bytes=statistics.choosing_bytes,
         fit_chosen_together_bytes=statistics.chosen_together_bytes,

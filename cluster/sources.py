@@ -59,7 +59,7 @@ def kv_bytes_per_token(source: str, dtype: str) -> int:
     from mappers.geometry import kv_geometry, read_config
 
     geometry = kv_geometry(read_config(locate_model(source)))
-    return geometry.layers * geometry.width * 2 * _DTYPE_BYTES[dtype]
+    return geometry.kv_bytes_per_token(_DTYPE_BYTES[dtype])
 
 
 def resolve_mapper(value: str) -> Path | str:

@@ -40,6 +40,10 @@ class KVGeometry:
         """Elements of one token's keys in one layer."""
         return self.kv_heads * self.head_dim
 
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Keys and values of one token over all layers."""
+        return 2 * self.layers * self.width * element_bytes
+
 
 class RopeSpec(BaseModel):
     """All that decides the rotation of a key. Names follow transformers' `rope_parameters`.

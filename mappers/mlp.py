@@ -20,11 +20,11 @@ from torch import Tensor
 
 from cluster.errors import MapperError
 from mappers.fingerprint import ModelFingerprint
-from mappers.fitting.ridge import feature_width
 from mappers.geometry import KVGeometry
 from mappers.manifest import Support
 from mappers.mapper import require_shape
 from mappers.rope import Rope
+from mappers.supports import feature_width
 
 HIDDEN_UNITS = 1024
 """Units of either hidden layer in the paper."""

@@ -20,12 +20,13 @@ from cluster.errors import MapperError
 from mappers.fitting.attention_weights import RelevanceSums, blended, grouped
 from mappers.fitting.blocks import PairMoments
 from mappers.fitting.passes import Pass, empty_moments
-from mappers.fitting.ridge import LinearFit, groups, solve_layers
+from mappers.fitting.ridge import LinearFit, solve_layers
 from mappers.fitting.select import probe_SL
 from mappers.fitting.spool import Feed, Observed
 from mappers.fitting.work import Work
 from mappers.geometry import KVGeometry
 from mappers.manifest import Ridge, Support
+from mappers.supports import groups
 
 Alphas = tuple[Tensor, Tensor]
 """How strongly attention weights count, [L, G], for keys and for values."""

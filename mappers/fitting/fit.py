@@ -14,10 +14,11 @@ from rich.console import Console
 
 from cluster.errors import MapperError
 from mappers.fitting.accumulate import ShardWritten
-from mappers.fitting.inputs import COMFORTABLE_RATIO, FitSettings, gather
+from mappers.fitting.inputs import FitSettings, gather
 from mappers.fitting.passes import FitPlan
 from mappers.fitting.progress import Bars, Stages
 from mappers.fitting.run import FitRun
+from mappers.fitting.sizes import COMFORTABLE_RATIO
 from mappers.fitting.sweep import SweepResult
 from mappers.manifest import MapperManifest
 from mappers.store import mapper_id

@@ -18,16 +18,15 @@ from mappers.capture import TokenSequences, pack, windows
 from mappers.fingerprint import ModelFingerprint, fingerprint
 from mappers.fitting.moments import available_memory_bytes
 from mappers.fitting.passes import FitPlan, batch_tokens, plan_fit
-from mappers.fitting.ridge import feature_width
+from mappers.fitting.sizes import COMFORTABLE_RATIO
 from mappers.fitting.spool import Feed, ModelPair, checkpoint_bytes
 from mappers.fitting.work import Work
 from mappers.manifest import Ridge, Selection, Support
 from mappers.mlp import HIDDEN_UNITS
 from mappers.rope import Rope
 from mappers.store import require_replaceable
+from mappers.supports import feature_width
 
-# Below this many observations per feature the held-out error of a fit is dominated by its variance.
-COMFORTABLE_RATIO = 5.0
 # Of what is free; the rest is for what no estimate counts.
 _USABLE = 0.9
 
@@ -222,12 +221,12 @@ def _require_observations(observations: int, width: int) -> None:
     if observations <= width:
         raise MapperError(
             f"{observations} calibration tokens cannot determine {width} features per output; give "
-            f"more text (at least {int(COMFORTABLE_RATIO * width)} tokens), a smaller k or "
+            f"more text (at least {COMFORTABLE_RATIO * width} tokens), a smaller k or "
             f"support head_local"
         )
     if observations < COMFORTABLE_RATIO * width:
         warnings.warn(
             f"only {observations / width:.1f} calibration tokens per feature; below "
-            f"{COMFORTABLE_RATIO:.0f} a mapper follows its calibration text too closely",
+            f"{COMFORTABLE_RATIO} a mapper follows its calibration text too closely",
             stacklevel=4,
         )

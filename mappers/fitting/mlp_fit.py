@@ -26,10 +26,10 @@ from mappers.fitting.mlp_train import (
     train,
 )
 from mappers.fitting.moments import available_memory_bytes
-from mappers.fitting.ridge import feature_width, groups
 from mappers.geometry import KVGeometry
 from mappers.manifest import LayerR2, Support
 from mappers.mlp import MlpLayer, MlpPart, MlpWeights, gather_features, network_parameters
+from mappers.supports import feature_width, groups
 from mappers.weights import LinearWeights
 
 _Linear = tuple[Tensor, Tensor] | None

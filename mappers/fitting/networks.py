@@ -19,7 +19,7 @@ from mappers.fitting.mlp_train import Batch, Batches, MlpSettings, Spread
 from mappers.geometry import KVGeometry
 from mappers.manifest import LayerR2, Support
 from mappers.mapper import Mapper
-from mappers.mlp import MlpMapper, MlpWeights
+from mappers.mlp import MlpWeights
 from mappers.weights import LinearWeights
 
 # One batch in so many decides when to stop; it is trained on no more than judged on.
@@ -72,17 +72,6 @@ def fit_networks(
     return trained, settings
 
 
-def network_mapper(inputs: FitInputs, weights: MlpWeights) -> MlpMapper:
-    """The networks as they will be served, on the fit's device."""
-    return MlpMapper(
-        inputs.source,
-        inputs.target,
-        weights,
-        device=inputs.device,
-        dtype=inputs.settings.dtype,
-    )
-
-
 def mapper_r2(inputs: FitInputs, mapper: Mapper) -> LayerR2:
     """R2 of any mapper's position-free keys and values on the held-out tokens, as it is served."""
     ropes, length = inputs.models.ropes, inputs.heldout.sequence_tokens
@@ -109,8 +98,9 @@ def mapper_r2(inputs: FitInputs, mapper: Mapper) -> LayerR2:
 
 def spool_bytes(inputs: FitInputs) -> int:
     """Disk that both caches of the calibration text take."""
-    widths = (g.layers * g.width for g in (inputs.source.geometry, inputs.target.geometry))
-    return 2 * inputs.feed.data.tokens * sum(widths) * torch.bfloat16.itemsize
+    shapes = inputs.source.geometry, inputs.target.geometry
+    per_token = sum(shape.kv_bytes_per_token(torch.bfloat16.itemsize) for shape in shapes)
+    return inputs.feed.data.tokens * per_token
 
 
 def _keep(inputs: FitInputs, at: int, name: str) -> None:

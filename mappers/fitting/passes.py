@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict
 
 from cluster.errors import MapperError
 from mappers.fitting.blocks import BlockSpec, PairMoments
-from mappers.fitting.ridge import feature_width, groups
 from mappers.geometry import KVGeometry
 from mappers.manifest import Support
+from mappers.supports import feature_width, groups
 
 Part = Literal["keys", "values"]
 Unit = tuple[Part, int]

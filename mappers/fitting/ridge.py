@@ -20,6 +20,7 @@ from mappers.fitting.blocks import PartMoments, span
 from mappers.fitting.moments import Moments
 from mappers.geometry import KVGeometry
 from mappers.manifest import Ridge, Support
+from mappers.supports import groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +29,6 @@ class LinearFit:
 
     weight_LGFO: Tensor
     bias_LGO: Tensor
-
-
-def groups(support: Support, source: KVGeometry, target: KVGeometry) -> int:
-    """Number of head groups; MapperError for head_local between unequal head counts."""
-    if support == "full":
-        return 1
-    if source.kv_heads != target.kv_heads:
-        raise MapperError(
-            f"support head_local needs equal KV heads, but the source has {source.kv_heads} and "
-            f"the target {target.kv_heads}; use support full"
-        )
-    return target.kv_heads
-
-
-def feature_width(support: Support, k: int, source: KVGeometry, target: KVGeometry) -> int:
-    """Features of one group when `k` source layers are used."""
-    return k * source.width // groups(support, source, target)
 
 
 def solve_layers(

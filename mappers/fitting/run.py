@@ -13,10 +13,9 @@ from mappers.capture import TokenSequences
 from mappers.fitting.accumulate import Alphas, Chooser, PassRunner, share_of, solve_all
 from mappers.fitting.attention_weights import boundaries
 from mappers.fitting.inputs import FitInputs
-from mappers.fitting.networks import fit_networks, mapper_r2, network_mapper, spool_bytes
+from mappers.fitting.networks import fit_networks, mapper_r2, spool_bytes
 from mappers.fitting.passes import Pass, plan_solve
 from mappers.fitting.progress import Bars, Stages
-from mappers.fitting.ridge import feature_width, groups
 from mappers.fitting.select import choose_greedily, choose_layers
 from mappers.fitting.solved import (
     Choice,
@@ -42,6 +41,7 @@ from mappers.manifest import (
 from mappers.mapper import LinearWeights, Mapper
 from mappers.mlp import MlpWeights
 from mappers.store import save_mapper
+from mappers.supports import feature_width, groups
 
 
 class FitRun:
@@ -212,7 +212,7 @@ class FitRun:
         )
         with self._clock.stage("networks"):
             trained, settings = fit_networks(self._inputs, linear, support, self._bars.bar)
-        mapper = network_mapper(self._inputs, trained)
+        mapper = mapper_of(self._inputs, trained)
         with self._clock.stage("score"):
             score = self._score(mapper)
             if score is None or score.verdict == "refuse":

@@ -1,8 +1,11 @@
-"""How much memory moments take. Free of torch, so that a plan can be made anywhere."""
+"""How much text a fit wants and how much memory its moments take. Free of torch, as plans are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+COMFORTABLE_RATIO = 5
+"""Below this many observations per feature a fit's held-out error is dominated by its variance."""
 
 # Rows of a product formed at a time: its fp32 copy stays small, and tiles below the diagonal of the
 # Gram matrix are never made.

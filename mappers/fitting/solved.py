@@ -9,10 +9,12 @@ from cluster.errors import MapperError
 from mappers.fitting.accumulate import solve_all
 from mappers.fitting.blocks import PairMoments
 from mappers.fitting.inputs import FitInputs
-from mappers.fitting.ridge import LinearFit, StreamedR2, feature_width, r2_L
+from mappers.fitting.ridge import LinearFit, StreamedR2, r2_L
 from mappers.fitting.sweep import DEFAULT_KS, SweepResult, SweepRow, choose, predict
 from mappers.manifest import LayerR2, Support
-from mappers.mapper import LinearMapper, LinearWeights
+from mappers.mapper import LinearMapper, LinearWeights, Mapper
+from mappers.mlp import MlpMapper, MlpWeights
+from mappers.supports import feature_width
 
 Choice = tuple[tuple[int, ...], ...]
 """Source layers of every target layer."""
@@ -29,15 +31,12 @@ def weights_of(chosen: Choice, fits: Fits) -> LinearWeights:
     )
 
 
-def mapper_of(inputs: FitInputs, weights: LinearWeights) -> LinearMapper:
+def mapper_of(inputs: FitInputs, weights: LinearWeights | MlpWeights) -> Mapper:
     """The mapper as it will be served, on the fit's device."""
-    return LinearMapper(
-        inputs.source,
-        inputs.target,
-        weights,
-        device=inputs.device,
-        dtype=inputs.settings.dtype,
-    )
+    device, dtype = inputs.device, inputs.settings.dtype
+    if isinstance(weights, MlpWeights):
+        return MlpMapper(inputs.source, inputs.target, weights, device=device, dtype=dtype)
+    return LinearMapper(inputs.source, inputs.target, weights, device=device, dtype=dtype)
 
 
 def heldout_r2(inputs: FitInputs, chosen: Choice, fits: Fits) -> LayerR2:

@@ -139,7 +139,7 @@ class Feed:
 
     def spool_bytes(self, source: KVGeometry, dtype: torch.dtype) -> int:
         """Disk that the source's KV of all batches takes."""
-        return 2 * self.data.tokens * source.layers * source.width * dtype.itemsize
+        return self.data.tokens * source.kv_bytes_per_token(dtype.itemsize)
 
     def _path(self, at: int) -> Path:
         assert self.spool_dir is not None

@@ -186,7 +186,7 @@ def test_parameters_are_those_of_the_transformers_model(kind: str, tied: bool) -
 
 @pytest.mark.parametrize("support", ["full", "head_local"])
 def test_widths_and_weights_are_those_of_the_mappers_package(support: Any) -> None:
-    from mappers.fitting.ridge import feature_width
+    from mappers.supports import feature_width
 
     source, target = KVGeometry(7, 4, 16), KVGeometry(9, 4, 8)
     width = plan.feature_width(support, 3, source, target)

@@ -8,11 +8,12 @@ import torch
 from cluster.errors import MapperError
 from mappers.fitting.accumulate import solve_all
 from mappers.fitting.blocks import PairMoments
-from mappers.fitting.ridge import EquilibratedCholesky, StreamedR2, feature_width, groups, r2_L
+from mappers.fitting.ridge import EquilibratedCholesky, StreamedR2, r2_L
 from mappers.fitting.select import choose_layers, single_source_r2_SL
 from mappers.geometry import KVGeometry
 from mappers.manifest import LayerR2, Ridge, Support
 from mappers.mapper import LinearWeights
+from mappers.supports import feature_width, groups
 
 TINY_RIDGE = Ridge(value=1e-10, relative=True)
 
