@@ -123,7 +123,7 @@ def gather(
     else:
         recorded = json.loads(work.plan)
         plan, sequential = FitPlan.model_validate(recorded["plan"]), bool(recorded["sequential"])
-    console.print(plan.describe())
+    console.print(f"fitting a mapper: {plan.describe()}")
     size = batch_tokens(*shapes)
     ropes = Rope(source.rope, device), Rope(target.rope, device)
     models = ModelPair(folders, ropes, settings.dtype, device)
