@@ -129,11 +129,12 @@ class CatalogPair(_Frozen):
 
 
 class GpuModel(_Frozen):
-    """Data-sheet peaks of one GPU: dense bf16 arithmetic and memory bandwidth."""
+    """Data-sheet numbers of one GPU: dense bf16 arithmetic, memory bandwidth and memory."""
 
     name: str
     tflops: PositiveFloat
     memory_gb_s: PositiveFloat
+    memory_gb: PositiveFloat
 
 
 class Catalog(_Frozen):

@@ -16,8 +16,11 @@ import typer
 from typer.core import TyperGroup
 
 from cluster.cli_calibrate import calibrate
+from cluster.cli_chat import chat
 from cluster.cli_mapper import fit, score
 from cluster.cli_plan import plan
+from cluster.cli_replay import replay
+from cluster.cli_status import status, top
 from cluster.cli_validate_pair import validate_pair
 from cluster.errors import KvcascadeError, UserError
 
@@ -59,6 +62,10 @@ app.command()(score)
 app.command()(plan)
 app.command()(validate_pair)
 app.command()(calibrate)
+app.command()(replay)
+app.command()(chat)
+app.command()(status)
+app.command()(top)
 
 PortOption = Annotated[
     int | None, typer.Option(help="HTTP port instead of the file's.", min=1, max=65535)
@@ -77,17 +84,20 @@ def _console() -> Console:
 
 @app.command()
 def models(
+    back: Annotated[
+        bool, typer.Option("--back", help="Also the mapper from the large to the small model.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the folders as JSON.")] = False,
 ) -> None:
     """Prepare the quickstart pair and its mapper; what is there already stays."""
     from cluster.fitting import prepare_quickstart
 
-    folders = prepare_quickstart(_console())
+    folders = prepare_quickstart(_console(), back=back)
     if as_json:
         typer.echo(json.dumps({name: str(folder) for name, folder in folders.items()}))
         return
     for name, folder in folders.items():
-        typer.echo(f"{name:7}{folder}")
+        typer.echo(f"{name:12}{folder}")
 
 
 @app.command()

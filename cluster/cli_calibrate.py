@@ -1,4 +1,5 @@
-"""`kvcascade calibrate`: its options and its table. The statistics are in `router.calibration`.
+"""`kvcascade calibrate`: its options and its table. The statistics are in `router.calibration`,
+the questions to an endpoint in `cluster.prompt_run`.
 
 Like `cluster.cli`, it imports what is heavy only when the command runs.
 """
@@ -14,18 +15,48 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.config import CascadeConfig
     from router.calibration import Calibration
+    from router.record import AnswerRecord
     from router.samples import Sample
 
 _TARGETS = (0.1, 0.2, 0.3, 0.5)
+_QUICKSTART_CONFIG = Path(__file__).with_name("quickstart.yaml")
 
 
 def calibrate(
-    log: Annotated[
-        Path,
-        typer.Option(help="Decision log with margins, best written under `policy: small`."),
-    ],
     out: Annotated[Path, typer.Option(help="The calibration file to write.")],
+    log: Annotated[
+        Path | None,
+        typer.Option(help="Decision log with margins, best written under `policy: small`."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Instead: JSONL of {"prompt": "..."} or {"messages": [...]}, which the small '
+            "model of a running endpoint answers now."
+        ),
+    ] = None,
+    url: Annotated[
+        str, typer.Option(help="The endpoint that answers --prompts.")
+    ] = "http://127.0.0.1:8000",
+    config: Annotated[
+        Path,
+        typer.Option(
+            help="The endpoint's Serve config, for --prompts; its models have to be here too.",
+            show_default="cluster/quickstart.yaml",
+        ),
+    ] = _QUICKSTART_CONFIG,
+    concurrency: Annotated[
+        int, typer.Option(help="Prompts that are answered at a time.", min=1)
+    ] = 8,
+    max_tokens: Annotated[
+        int, typer.Option(help="Longest answer to one of --prompts.", min=2)
+    ] = 256,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The endpoint's API key, if it wants one.", envvar="KVCASCADE_API_KEY"),
+    ] = None,
     target_fraction: Annotated[
         float | None,
         typer.Option(help="Part of the answers to escalate.", min=0.0001, max=1),
@@ -61,10 +92,16 @@ def calibrate(
         typer.Option(help="`routing.hold_back_tokens`: the large model writes them again.", min=0),
     ] = 4,
     policy: Annotated[
-        str, typer.Option(help="Policy to calibrate: margin, quantile, first_token or deferral.")
+        str,
+        typer.Option(
+            help="Policy to calibrate: margin, quantile, first_token, prompt or deferral."
+        ),
     ] = "margin",
     window_tokens: Annotated[
-        int | None, typer.Option(help="`routing.margin_window_tokens`, when not the default.")
+        int | None,
+        typer.Option(
+            help="`routing.margin_window_tokens` or `prompt_window_tokens`, when not the default."
+        ),
     ] = None,
     quantile: Annotated[
         float | None, typer.Option(help="`routing.margin_quantile`, when not the default.")
@@ -76,8 +113,9 @@ def calibrate(
 ) -> None:
     """Turn logged answers into the threshold that escalates a stated part of the traffic.
 
-    Set `routing.calibration` to the file. It is refused for other models, another mapper, vLLM
-    version, template or score than it was made with.
+    The answers come from a log, or from an endpoint that gets your prompts now. Set
+    `routing.calibration` to the file. It is refused for other models, another mapper, vLLM version,
+    template or score than it was made with.
     """
     from cluster.errors import ConfigError
     from router.calibration import Promise
@@ -89,8 +127,18 @@ def calibrate(
     asked = [value for value in (target_fraction, max_cost, max_failure_rate) if value is not None]
     if len(asked) != 1:
         raise ConfigError("give one of --target-fraction, --max-cost and --max-failure-rate")
-    spec = _spec(policy, window_tokens, quantile, last_token)
-    records = read_log(log)
+    if (log is None) == (prompts is None):
+        raise ConfigError("give one of --log and --prompts")
+    if log is not None:
+        spec = _spec(policy, {}, window_tokens, quantile, last_token)
+        records = read_log(log)
+    else:
+        from cluster.config import load_serve_config
+
+        assert prompts is not None
+        cascade = load_serve_config(config)[1]
+        spec = _spec(policy, _score_keys(cascade), window_tokens, quantile, last_token)
+        records = _answers(prompts, cascade, url, policy, max_tokens, concurrency, api_key)
     samples = collect(records, spec)
     promise: Promise | None = None
     if max_cost is not None:
@@ -113,8 +161,56 @@ def calibrate(
         _print(made, out, rows)
 
 
+def _answers(
+    prompts: Path,
+    cascade: CascadeConfig,
+    url: str,
+    policy: str,
+    max_tokens: int,
+    concurrency: int,
+    api_key: str | None,
+) -> list[AnswerRecord]:
+    """What the endpoint's small model answers now; says on stderr what it could not."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from cluster.dependencies import running_dependencies
+    from cluster.prompt_run import read_prompts, run_prompts
+
+    asked = read_prompts(prompts)
+    console = Console(stderr=True)
+    with console.status("reading the models' fingerprints"):
+        depends = running_dependencies(cascade)
+    with Progress(console=console) as progress:
+        task = progress.add_task("answering", total=len(asked))
+        run = run_prompts(
+            asked,
+            cascade,
+            depends,
+            url=url,
+            reads_prompt=policy == "prompt",
+            max_tokens=max_tokens,
+            concurrency=concurrency,
+            api_key=api_key,
+            on_answer=lambda: progress.advance(task),
+        )
+    if run.failures:
+        console.print(f"{len(run.failures)} prompts have no answer; the first: {run.failures[0]}")
+    return list(run.records)
+
+
+def _score_keys(cascade: CascadeConfig) -> dict[str, Any]:
+    """The keys of a configuration that change a score."""
+    keys = ("margin_window_tokens", "prompt_window_tokens", "margin_quantile")
+    return {key: getattr(cascade.routing, key) for key in (*keys, "max_escalation_tokens")}
+
+
 def _spec(
-    policy: str, window_tokens: int | None, quantile: float | None, last_token: int | None
+    policy: str,
+    base: dict[str, Any],
+    window_tokens: int | None,
+    quantile: float | None,
+    last_token: int | None,
 ) -> Any:
     """The score that the policy acts on, checked as the configuration's keys are."""
     from pydantic import ValidationError
@@ -126,13 +222,13 @@ def _spec(
     if policy not in SCORED:
         raise ConfigError(f"policy {policy}: only {', '.join(SCORED)} have a score to calibrate")
     keys = {
-        "margin_window_tokens": window_tokens,
+        "prompt_window_tokens" if policy == "prompt" else "margin_window_tokens": window_tokens,
         "margin_quantile": quantile,
         "max_escalation_tokens": last_token,
     }
     given = {key: value for key, value in keys.items() if value is not None}
     try:
-        routing = RoutingConfig.model_validate({"policy": policy, **given})
+        routing = RoutingConfig.model_validate({"policy": policy, **base, **given})
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]}: {first['msg']}") from None

@@ -1,16 +1,22 @@
 """`kvcascade plan`: its options. Arithmetic is in `cluster.plan`, tables in `cluster.plan_tables`.
 
-Like `cluster.cli`, it imports what is heavy only when the command runs.
+With `--simulate` a fleet under load is simulated (`cluster.simulate_sweep`). Like `cluster.cli`,
+it imports what is heavy only when the command runs.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster import simulate_options as fleet
+
 if TYPE_CHECKING:
+    from cluster.plan_report import Scenario
+    from cluster.simulate import Setup
     from mappers.manifest import Support
 
 # What a handoff adds to a re-prefill at any length: messages, admission, kernel launches. The
@@ -18,9 +24,11 @@ if TYPE_CHECKING:
 _OVERHEAD_MS = 20.0
 _DEFAULT_GPU = "A100"
 _LINKS_GBPS = [400.0, 100.0]
+_RATE = 100.0
 
 
 def plan(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Option(
@@ -90,13 +98,43 @@ def plan(
         Path | None, typer.Option(help="Also draw time by prompt length to this .png or .svg.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    simulate: fleet.Simulate = False,
+    rate: fleet.Rate = None,
+    saturate: fleet.Saturate = False,
+    variants: fleet.Variants = None,
+    seconds: fleet.Seconds = 60.0,
+    seed: fleet.Seed = 0,
+    burstiness: fleet.Burstiness = 1.0,
+    prompt_tokens: fleet.PromptTokens = "1000,4000",
+    answer_tokens: fleet.AnswerTokens = "200,800",
+    escalate_after: fleet.EscalateAfter = "32,128",
+    lengths_file: fleet.LengthsFile = None,
+    max_tokens: fleet.MaxTokens = 32_768,
+    small_replicas: fleet.SmallReplicas = None,
+    large_replicas: fleet.LargeReplicas = None,
+    mapper_replicas: fleet.MapperReplicas = None,
+    all_large_replicas: fleet.AllLargeReplicas = None,
+    small_gpus: fleet.SmallGpus = None,
+    large_gpus: fleet.LargeGpus = None,
+    mapper_gpus: fleet.MapperGpus = None,
+    gpu_memory_gb: fleet.GpuMemoryGb = None,
+    mapper_at: fleet.MapperAt = "apart",
+    link_latency_ms: fleet.LinkLatencyMs = 0.0,
+    step_tokens: fleet.StepTokens = None,
+    max_seqs: fleet.MaxSeqs = None,
+    lease_s: fleet.LeaseS = None,
+    first_token_s: fleet.FirstTokenS = 2.0,
+    tpot_ms: fleet.TpotMs = 50.0,
+    price: fleet.Price = 3.0,
+    measured: fleet.MeasuredFile = None,
 ) -> None:
     """Size a mapper and a handoff from two models' shapes, before anything is downloaded.
 
     Reads config.json files or the built-in catalog only: no weights, no GPU. Times are rooflines,
-    which real systems approach from above; --efficiency scales them.
+    which real systems approach from above; --efficiency scales them. With --simulate it sizes a
+    fleet under load instead, on the same costs, for the first --link-gbps.
     """
-    from cluster.catalog import architecture
+    from cluster.catalog import architecture, catalog
     from cluster.plan_pair import make_plan
     from cluster.plan_report import Scenario
 
@@ -115,6 +153,11 @@ def plan(
         average_pair_gb=average_pair_gb,
     )
     supports = _supports(support)
+    if simulate or measured is not None:
+        known_gb = catalog().gpu(name).memory_gb if name is not None else None
+        _simulate(context, scenario, known_gb if gpu_memory_gb is None else gpu_memory_gb, supports)
+        return
+    _refuse_fleet_options(context)
     report = make_plan(architecture(source), architecture(target), scenario, supports=supports, k=k)
     if plot is not None:
         from cluster.plan_plot import save_plot
@@ -127,6 +170,67 @@ def plan(
         from cluster.plan_tables import print_plan
 
         print_plan(report)
+
+
+def _simulate(
+    context: typer.Context,
+    scenario: Scenario,
+    gpu_memory_gb: float | None,
+    supports: tuple[Support, ...],
+) -> None:
+    """Simulate what the command's parameters say, or compare it with measurements."""
+    from rich.console import Console
+
+    from cluster.catalog import architecture
+    from cluster.plan_plot import check_plot_path
+    from cluster.simulate_sweep import Sweep
+    from cluster.simulate_tables import print_simulation
+
+    given = context.params
+    pair = architecture(given["source"]), architecture(given["target"])
+    setup = fleet.make_setup(given, *pair, scenario, gpu_memory_gb, supports[0])
+    if given["measured"] is not None:
+        _compare(setup, given["measured"], given["as_json"])
+        return
+    plot: Path | None = given["plot"]
+    if plot is not None:
+        check_plot_path(plot)
+    variants = fleet.chosen_variants(given["variants"])
+    fixed = fleet.fixed_replicas(given)
+    sweep = Sweep(setup, fleet.targets(given), given["price"], Console(stderr=True))
+    rates = given["rate"] or [_RATE]
+    report = sweep.run(variants, rates, fixed, saturate=given["saturate"])
+    if plot is not None:
+        from cluster.simulate_plot import save_simulation_plot
+
+        save_simulation_plot(report, plot)
+        typer.echo(f"plot in {plot}", err=True)
+    if given["as_json"]:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        print_simulation(report)
+
+
+def _compare(setup: Setup, path: Path, as_json: bool) -> None:
+    from cluster.simulate_measured import compare, read_measured
+    from cluster.simulate_tables import print_compared
+
+    rows = compare(setup, read_measured(path))
+    if as_json:
+        typer.echo(json.dumps([row.model_dump(mode="json") for row in rows], indent=2))
+    else:
+        print_compared(rows)
+
+
+def _refuse_fleet_options(context: typer.Context) -> None:
+    """ConfigError for an option that means nothing without --simulate."""
+    from cluster.errors import ConfigError
+
+    for one in context.command.params:
+        given_in = context.get_parameter_source(one.name or "")
+        is_given = given_in is not None and given_in.name == "COMMANDLINE"
+        if is_given and getattr(one, "rich_help_panel", None) == fleet.PANEL:
+            raise ConfigError(f"{one.opts[0]} is about a fleet; add --simulate")
 
 
 def _hardware(

@@ -1,27 +1,30 @@
 """The configuration: one tree, the `args:` of the Serve application, for laptop and cluster alike.
 
-Every default of the system stands here and nowhere else. Unknown keys are refused. This module
-knows nothing of Ray, vLLM or torch, so a configuration can be checked anywhere.
+Every default of the system stands here and in the part `cluster/routing_config.py`. Unknown keys
+are refused. This module knows nothing of Ray, vLLM or torch, so a configuration can be checked
+anywhere.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
 )
 
+from cluster.config_base import Fraction as Fraction
+from cluster.config_base import Node
 from cluster.errors import ConfigError
+from cluster.routing_config import OnEscalate as OnEscalate
+from cluster.routing_config import PolicyName as PolicyName
+from cluster.routing_config import RoutingConfig as RoutingConfig
 
 IMPORT_PATH = "deployments.app:build_cascade_app"
 """The `import_path` by which Ray Serve finds the application."""
@@ -29,20 +32,8 @@ IMPORT_PATH = "deployments.app:build_cascade_app"
 QUICKSTART = "quickstart:"
 """Prefix of a model source that `kvcascade models` prepares: `quickstart:small`, `...:large`."""
 
-PolicyName = Literal["margin", "quantile", "first_token", "deferral", "random", "small", "large"]
-"""What can decide who answers; `router/policies.py` makes them."""
 
-DEFAULT_MARGIN_THRESHOLD = 0.35
-"""Nats. Not a field's default, so that a threshold that somebody set can be told from none."""
-
-Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
-
-
-class _Node(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class PlacementConfig(_Node):
+class PlacementConfig(Node):
     """Where the replicas of one deployment run, in Ray's own terms."""
 
     num_cpus: float = Field(0.1, ge=0, description="CPUs that a replica reserves in Ray.")
@@ -54,7 +45,7 @@ class PlacementConfig(_Node):
     )
 
 
-class ModelConfig(_Node):
+class ModelConfig(Node):
     """One of the two models and the vLLM engine that hosts it."""
 
     name: str = Field(description="The model's name in the API.", min_length=1)
@@ -90,6 +81,11 @@ class ModelConfig(_Node):
         default_factory=dict, description="Environment of the engine's processes."
     )
     max_ongoing_requests: PositiveInt = Field(256, description="Requests Ray sends one replica.")
+    max_chunks_per_s: PositiveInt = Field(
+        1_000,
+        description="Messages to routers that one replica sends at most, over all its streams. "
+        "With more streams than that allows, tokens leave several at a time.",
+    )
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
     @model_validator(mode="after")
@@ -131,11 +127,16 @@ class ModelConfig(_Node):
         return self
 
 
-class MapperConfig(_Node):
+class MapperConfig(Node):
     """The deployment that reads, converts and writes KV blocks."""
 
     small_to_large: str = Field(
         description="Folder of a fitted mapper, `quickstart` or `identity` (same model twice)."
+    )
+    large_to_small: str | None = Field(
+        None,
+        description="The same for the way back, so that the small model need not read what the "
+        "large one wrote. Unset: it reads.",
     )
     device: str = Field("cpu", description="Torch device on which the map runs, as `cuda:0`.")
     allow_refused: bool = Field(
@@ -153,7 +154,7 @@ class MapperConfig(_Node):
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
 
-class HandoffConfig(_Node):
+class HandoffConfig(Node):
     """Deadlines and limits of the handoff protocol."""
 
     lease_s: PositiveFloat = Field(
@@ -177,86 +178,27 @@ class HandoffConfig(_Node):
     )
 
 
-class RoutingConfig(_Node):
-    """When the small model's answer is handed to the large one."""
+class SessionsConfig(Node):
+    """What is kept of conversations between their turns, in every router."""
 
-    policy: PolicyName = Field(
-        "margin",
-        description="What decides. `margin`: doubt in a window of tokens; `quantile`: in the worst "
-        "tokens so far; `first_token`: in the first token; `deferral`: in the finished answer; "
-        "`random`: chance; the others are fixed.",
+    ttl_s: PositiveFloat = Field(3_600.0, description="Forget a conversation after this silence.")
+    max_tokens: PositiveInt = Field(
+        16_000_000, description="Token ids kept over all conversations, 4 bytes each."
     )
-    margin_window_tokens: PositiveInt = Field(
-        8, description="Tokens over which the top-1 minus top-2 log-probability is averaged."
+    max_mapped_handoffs: PositiveInt = Field(
+        10, description="Mapped handoffs on top of each other before a model reads all itself."
     )
-    margin_quantile: float = Field(
-        0.1, ge=0, le=1, description="Which low quantile of the margins `quantile` looks at."
-    )
-    margin_threshold: NonNegativeFloat | None = Field(
+    max_mapped_fraction: Fraction | None = Field(
         None,
-        description="Escalate when the policy's margin falls below this (nats). Unset: 0.35, or "
-        "what `calibration` says.",
+        description="The same by the mapped part of a conversation, once two handoffs brought it.",
     )
-    calibration: str | None = Field(
-        None, description="File of `kvcascade calibrate` that sets the threshold instead."
+    shared: bool = Field(
+        False, description="Keep them in a deployment of their own too, for several routers."
     )
-    target_fraction: Fraction | None = Field(
-        None,
-        description="Part of the answers to escalate, with `calibration` or `random`. Unset: what "
-        "the file was made for.",
-    )
-    budget_escalations: PositiveInt | None = Field(
-        None, description="Most escalations of one router in `budget_window_s`. Unset: no limit."
-    )
-    budget_window_s: PositiveFloat = Field(
-        60.0, description="Length of the sliding window of the budget."
-    )
-    hold_back_tokens: int = Field(
-        4, ge=0, description="Tokens kept back so that doubtful ones are never shown."
-    )
-    max_escalation_tokens: PositiveInt = Field(
-        256, description="After so many tokens of its own the small model keeps the answer."
-    )
-    log_file: str | None = Field(
-        None, description="Append each answer's decisions to this JSONL file. Unset: no log."
-    )
-    log_margins: bool = Field(
-        False, description="Log every margin too, as calibration and replay need."
-    )
-
-    @property
-    def threshold(self) -> float:
-        """The threshold where no calibration sets one (nats)."""
-        return DEFAULT_MARGIN_THRESHOLD if self.margin_threshold is None else self.margin_threshold
-
-    @model_validator(mode="after")
-    def _check(self) -> RoutingConfig:
-        scored = self.policy not in ("random", "small", "large")
-        if self.calibration is not None and self.margin_threshold is not None:
-            raise ValueError("margin_threshold and calibration both set a threshold: drop one")
-        if self.calibration is not None and self.policy == "random":
-            raise ValueError("calibration: `random` needs none; drop it")
-        if self.target_fraction is not None and self.policy in ("small", "large"):
-            raise ValueError(f"target_fraction: `{self.policy}` is a fixed choice; drop it")
-        if self.target_fraction is not None and scored and self.calibration is None:
-            raise ValueError(
-                "target_fraction needs `calibration`: a file made with `kvcascade calibrate`"
-            )
-        if self.target_fraction is None and self.policy == "random":
-            raise ValueError("policy random needs `target_fraction`, as 0.3")
-        if self.policy == "deferral" and self.hold_back_tokens == 0:
-            raise ValueError(
-                "policy deferral can only replace tokens that were held back: raise "
-                "hold_back_tokens, to the longest answer if all of it shall be replaceable"
-            )
-        if self.budget_escalations is not None and self.policy == "small":
-            raise ValueError("budget_escalations: `small` never escalates; drop it")
-        if self.log_margins and self.log_file is None:
-            raise ValueError("log_margins needs `log_file`")
-        return self
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
 
-class TransportConfig(_Node):
+class TransportConfig(Node):
     """NIXL. Only UCX is supported; its own variables (`UCX_TLS`, ...) go into `ucx_env`."""
 
     progress_delay_us: PositiveInt = Field(
@@ -274,7 +216,7 @@ class TransportConfig(_Node):
         return self
 
 
-class TelemetryConfig(_Node):
+class TelemetryConfig(Node):
     """Traces. Metrics always go out through Ray's Prometheus endpoint."""
 
     otlp_endpoint: str | None = Field(
@@ -283,15 +225,40 @@ class TelemetryConfig(_Node):
     service_name: str = Field("kvcascade", description="`service.name` of every span.")
 
 
-class RouterConfig(_Node):
+class RouterConfig(Node):
     """The OpenAI endpoint."""
 
-    max_ongoing_requests: PositiveInt = Field(512, description="Requests one router works on.")
+    api_keys_file: str | None = Field(
+        None,
+        description="File of `tenant:key` or `key` lines; clients send a key as Bearer token. "
+        "Unset, with `api_keys_env`: no keys are asked for.",
+    )
+    api_keys_env: str | None = Field(
+        None, description="Environment variable of the router that holds such lines, or commas."
+    )
+    max_requests: PositiveInt = Field(
+        256, description="Requests one router works on; more are refused with 429."
+    )
+    max_body_bytes: PositiveInt = Field(
+        16 << 20, description="Longest request body; longer ones are refused with 413."
+    )
+    max_ongoing_requests: PositiveInt = Field(
+        512, description="The same for Ray Serve, which lets more wait unseen; health checks too."
+    )
     request_timeout_s: PositiveFloat = Field(600.0, description="Longest whole answer.")
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
+    @model_validator(mode="after")
+    def _check(self) -> RouterConfig:
+        if self.max_requests >= self.max_ongoing_requests:
+            raise ValueError(
+                f"max_requests {self.max_requests}: keep it below max_ongoing_requests "
+                f"{self.max_ongoing_requests}, or Serve lets requests wait instead of refusing them"
+            )
+        return self
 
-class CascadeConfig(_Node):
+
+class CascadeConfig(Node):
     """The whole cascade: the `args:` of the application in a Serve config file."""
 
     cascade_name: str = Field("cascade", description="Name of the routed model in the API.")
@@ -301,6 +268,7 @@ class CascadeConfig(_Node):
     handoff: HandoffConfig = Field(default_factory=HandoffConfig)
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
+    sessions: SessionsConfig = Field(default_factory=SessionsConfig)
     transport: TransportConfig = Field(default_factory=TransportConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 

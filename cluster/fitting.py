@@ -32,23 +32,29 @@ QUICKSTART_HELDOUT_TOKENS = 4_096
 _DOCUMENT_CHARACTERS = 4_000
 
 
-def prepare_quickstart(console: Console) -> dict[str, Path]:
+def prepare_quickstart(console: Console, *, back: bool = False) -> dict[str, Path]:
     """Folders of the quickstart pair and its mapper (`small`, `large`, `mapper`), made if missing.
 
-    The first time takes minutes; later calls only compare the mapper with the models. Raises
-    ModelError when the large model cannot be fetched.
+    With `back` also that of the mapper from the large model to the small one (`mapper_back`). The
+    first time takes minutes; later calls only compare mappers with models. Raises ModelError when
+    the large model cannot be fetched.
     """
     from cluster.quickstart.pair import prepare_pair
     from mappers.fingerprint import fingerprint
     from mappers.manifest import read_manifest
 
     pair = prepare_pair(console=console)
-    mapper = quickstart_mapper_folder()
-    try:
-        read_manifest(mapper).check(fingerprint(pair.small), fingerprint(pair.large))
-    except MapperError:  # missing, of an older format, or made for another adapter
-        fit_pair("small", "large", mapper, console=console)
-    return {"small": pair.small, "large": pair.large, "mapper": mapper}
+    folders = {"small": pair.small, "large": pair.large}
+    wanted = [("mapper", "small", "large")] + [("mapper_back", "large", "small")] * back
+    for name, source, target in wanted:
+        folder = quickstart_mapper_folder(back=name == "mapper_back")
+        try:
+            ends = (fingerprint(folders[one]) for one in (source, target))
+            read_manifest(folder).check(*ends)
+        except MapperError:  # missing, of an older format, or made for another adapter
+            fit_pair(source, target, folder, console=console)
+        folders[name] = folder
+    return folders
 
 
 def fit_pair(

@@ -41,7 +41,7 @@ def make_plan(
     `k` None takes the paper's for its own pairs, else the smaller of 8 and the source's layers.
     With several supports an impossible one becomes a note; a single one raises MapperError.
     """
-    k, origin = _choose_k(source, target, k)
+    k, origin = choose_k(source, target, k)
     notes = _notes(source, target, scenario)
     mappers = []
     for support in supports:
@@ -147,7 +147,8 @@ def _map_s(
     return plan.map_s(mapper.weights, source.geometry, target.geometry, tokens, scenario.hardware)
 
 
-def _choose_k(source: Architecture, target: Architecture, k: int | None) -> tuple[int, str]:
+def choose_k(source: Architecture, target: Architecture, k: int | None) -> tuple[int, str]:
+    """Source layers per target layer, and where that number comes from."""
     if k is not None:
         return k, "as given"
     paper = catalog().paper_k(source.name, target.name)

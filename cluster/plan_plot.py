@@ -24,15 +24,17 @@ _DASH_POINTS = (8.0, 3.5)
 _NAMES = {"full": "full", "head_local": "head-local"}
 
 
-def save_plot(report: PlanReport, path: Path) -> None:
-    """Draw the plan's handoffs to `path`, .png or .svg.
-
-    Raises ConfigError for another ending or a folder that does not exist.
-    """
+def check_plot_path(path: Path) -> None:
+    """Raises ConfigError for an ending other than .png or .svg or a folder that does not exist."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"{path}: a plot is a .png or .svg file; end its name in one of these")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent}: no such folder; make it, or give another --plot")
+
+
+def save_plot(report: PlanReport, path: Path) -> None:
+    """Draw the plan's handoffs to `path`; see `check_plot_path` for what it may be."""
+    check_plot_path(path)
     from matplotlib.figure import Figure
 
     links = report.scenario.links_gbps

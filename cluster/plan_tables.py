@@ -74,7 +74,8 @@ def _findings(report: PlanReport) -> list[str]:
     return lines
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
+def new_table(title: str, first: str, *columns: str) -> Table:
+    """A plain table with a left column and columns of numbers."""
     table = Table(
         title=title,
         title_justify="left",
@@ -92,7 +93,7 @@ def _table(title: str, first: str, *columns: str) -> Table:
 
 def _model_table(report: PlanReport) -> Table:
     models = report.source, report.target
-    table = _table("models", "", *(_short(one.architecture.name) for one in models))
+    table = new_table("models", "", *(short(one.architecture.name) for one in models))
     shapes = [one.architecture for one in models]
     rows = (
         (
@@ -126,7 +127,7 @@ def _model_table(report: PlanReport) -> Table:
 
 def _mapper_table(report: PlanReport) -> Table:
     mappers = report.mappers
-    table = _table(
+    table = new_table(
         f"mapper, k = {mappers[0].k} ({report.k_origin})", "", *(one.support for one in mappers)
     )
     rows = (
@@ -158,7 +159,7 @@ def _mapper_table(report: PlanReport) -> Table:
 def _handoff_table(report: PlanReport, link_gbps: float) -> Table:
     rows = [one for one in report.handoffs if one.link_gbps == link_gbps]
     best = min(rows, key=lambda one: one.overlapped_s)
-    table = _table(
+    table = new_table(
         f"handoff over {link_gbps:g} Gbit/s (re-prefill: {seconds(report.target.prefill_s)})",
         "mapped at",
         "moved",
@@ -187,7 +188,7 @@ def _handoff_table(report: PlanReport, link_gbps: float) -> Table:
 
 
 def _cascade_table(report: PlanReport) -> Table:
-    table = _table(
+    table = new_table(
         f"GFLOP of prefill per prompt token at {report.scenario.escalation:.0%} escalation",
         "mapping",
         "cascade",
@@ -210,7 +211,7 @@ def _cascade_table(report: PlanReport) -> Table:
 
 def _fleet_table(report: PlanReport) -> Table:
     first = report.fleets[0]
-    table = _table(
+    table = new_table(
         f"mappers of {first.models} models: {first.directed_pairs} directed pairs",
         "each of",
         "one mapper",
@@ -254,7 +255,7 @@ def _ratio(row: HandoffPlan) -> str:
     return f"{1 / row.reprefill_ratio:.1f}x slower"
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     """A repository without its owner, a folder without its parents."""
     return name.rstrip("/").rsplit("/", 1)[-1]
 

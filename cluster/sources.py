@@ -62,19 +62,24 @@ def kv_bytes_per_token(source: str, dtype: str) -> int:
     return geometry.kv_bytes_per_token(_DTYPE_BYTES[dtype])
 
 
-def resolve_mapper(value: str) -> Path | str:
-    """The folder of a mapper; "identity" stays a word. Raises MapperError when it is missing."""
+def resolve_mapper(value: str, *, back: bool = False) -> Path | str:
+    """The folder of a mapper; "identity" stays a word. Raises MapperError when it is missing.
+
+    `back`: which of the quickstart pair's two mappers "quickstart" means.
+    """
     if value == "identity":
         return value
-    folder = quickstart_mapper_folder() if value == "quickstart" else Path(value).expanduser()
+    quickstart = value == "quickstart"
+    folder = quickstart_mapper_folder(back=back) if quickstart else Path(value).expanduser()
     if not (folder / "manifest.json").is_file():
-        remedy = "`kvcascade models`" if value == "quickstart" else "`kvcascade fit`"
+        models = "`kvcascade models --back`" if back else "`kvcascade models`"
+        remedy = models if quickstart else "`kvcascade fit`"
         raise MapperError(f"{value}: no mapper in {folder}; make it with {remedy}")
     return folder
 
 
-def quickstart_mapper_folder() -> Path:
-    """Where the mapper of the quickstart pair lies once it is fitted."""
+def quickstart_mapper_folder(*, back: bool = False) -> Path:
+    """Where a mapper of the quickstart pair lies once it is fitted."""
     from cluster.quickstart.pair import default_home
 
-    return default_home() / "mappers" / "small-to-large"
+    return default_home() / "mappers" / ("large-to-small" if back else "small-to-large")

@@ -142,6 +142,29 @@ class Metrics:
             "kvcascade_requests_in_flight",
             description="Requests that this router works on.",
         )
+        self._realised = Gauge(
+            "kvcascade_realised_fraction",
+            description="Part of the last answers that the large model ended, where a policy "
+            "decided.",
+        )
+        self._target = Gauge(
+            "kvcascade_target_fraction",
+            description="Part of the answers that the router is to escalate.",
+        )
+        self._saved = Gauge(
+            "kvcascade_saved_prefill_seconds",
+            description="Seconds that the last mapped handoffs saved over reading again, by the "
+            "router's own prediction.",
+        )
+        self._log_dropped = Counter(
+            "kvcascade_log_dropped_total",
+            description="Decisions that are not in the log because the disk was too slow.",
+        )
+        self._shadows = Counter(
+            "kvcascade_shadow_total",
+            description="Answers of the small model that the large one read afterwards.",
+            tag_keys=("verdict",),
+        )
 
     def observe_stages(
         self, stages_s: Mapping[str, float], *, path: str, temperature: str | None
@@ -168,3 +191,64 @@ class Metrics:
     def set_in_flight(self, number: int) -> None:
         """State how many requests are being worked on."""
         self._in_flight.set(number)
+
+    def count_shadow(self, verdict: str) -> None:
+        """Count one answer that the large model was to read afterwards."""
+        self._shadows.inc(tags={"verdict": verdict})
+
+    def set_fractions(self, *, realised: float | None, target: float | None) -> None:
+        """State what is escalated and what should be; None leaves a gauge as it is."""
+        if realised is not None:
+            self._realised.set(realised)
+        if target is not None:
+            self._target.set(target)
+
+    def set_saved_prefill(self, seconds: float) -> None:
+        """State what the handoffs of the window saved."""
+        self._saved.set(seconds)
+
+    def count_log_dropped(self) -> None:
+        """Count one decision that is not in the log."""
+        self._log_dropped.inc()
+
+
+class EngineMetrics:
+    """What an engine replica exports of its KV pool; needs a Ray process."""
+
+    def __init__(self) -> None:
+        from ray.util.metrics import Gauge
+
+        self._blocks = Gauge(
+            "kvcascade_pool_blocks",
+            description="KV blocks of an engine by state; free ones may hold a prefix cache.",
+            tag_keys=("model", "state"),
+        )
+
+    def set_pool(self, model: str, *, total: int, free: int, pinned: int, loading: int) -> None:
+        """State what the pool is used for, in blocks. Pinned and loading ones are not free."""
+        states = {"total": total, "free": free, "pinned": pinned, "loading": loading}
+        for state, blocks in states.items():
+            self._blocks.set(blocks, tags={"model": model, "state": state})
+
+
+class MapperMetrics:
+    """What a mapper replica exports of its work; needs a Ray process."""
+
+    def __init__(self) -> None:
+        from ray.util.metrics import Gauge
+
+        self._running = Gauge(
+            "kvcascade_mapper_running_handoffs",
+            description="Handoffs that a mapper has accepted and not ended.",
+            tag_keys=("direction",),
+        )
+        self._pool = Gauge(
+            "kvcascade_mapper_pool_bytes",
+            description="Bytes of a mapper's pool that handoffs hold.",
+            tag_keys=("direction",),
+        )
+
+    def set_work(self, direction: str, *, running: int, pool_bytes: int) -> None:
+        """State what a replica works on; `direction` is `small_to_large` or `large_to_small`."""
+        self._running.set(running, tags={"direction": direction})
+        self._pool.set(pool_bytes, tags={"direction": direction})

@@ -51,6 +51,8 @@ def validate(path: Path) -> list[Finding]:
         document, config = load_serve_config(path)
     except ConfigError as error:
         return [Finding("problem", *_split(line)) for line in str(error).splitlines()]
+    from cluster.validate_routing import check_routing
+
     findings = [Finding("ok", str(path), "every key and value of `args` is known and in range")]
     findings += _check_document(document)
     models = {}
@@ -77,6 +79,7 @@ def validate(path: Path) -> list[Finding]:
     if len(models) == 2:
         findings += _check_pair(config, models["small"], models["large"])
     findings += _check_mapper(config, models)
+    findings += check_routing(config)
     return findings
 
 

@@ -14,8 +14,8 @@ from ray.serve import Application
 
 from cluster.config import CascadeConfig, ModelConfig, PlacementConfig, parse_cascade_config
 
-DEPLOYMENTS = ("router", "small", "large", "mapper")
-"""Every deployment of the application."""
+DEPLOYMENTS = ("router", "small", "large", "mapper", "mapper_back", "sessions")
+"""Every deployment of the application; the last two only where the config asks for them."""
 
 
 def build_cascade_app(args: dict[str, Any]) -> Application:
@@ -24,19 +24,16 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
     config = cascade.model_dump(mode="json")
     small = _engine(cascade.small, cascade).bind(config, "small")
     large = _engine(cascade.large, cascade).bind(config, "large")
-    mapper_options = _actor_options(cascade.mapper.placement)
-    if cascade.mapper.num_gpus:
-        mapper_options["num_gpus"] = cascade.mapper.num_gpus
-    mapper = _by_path(
-        "deployments.mapper.MapperServer",
-        name="mapper",
-        max_ongoing_requests=(
-            cascade.mapper.max_concurrent_handoffs + cascade.mapper.max_queued_handoffs
-        ),
-        ray_actor_options=mapper_options,
-        graceful_shutdown_timeout_s=cascade.handoff.deadline_s,
-        health_check_timeout_s=60,
-    ).bind(config)
+    handles = {"small": small, "large": large, "mapper": _mapper("mapper", cascade).bind(config)}
+    if cascade.mapper.large_to_small is not None:
+        handles["mapper_back"] = _mapper("mapper_back", cascade).bind(config, True)
+    if cascade.sessions.shared:
+        handles["sessions"] = _by_path(
+            "deployments.sessions.SessionServer",
+            name="sessions",
+            max_ongoing_requests=cascade.router.max_ongoing_requests,
+            ray_actor_options=_actor_options(cascade.sessions.placement),
+        ).bind(config)
     router = _by_path(
         "deployments.router.Router",
         name="router",
@@ -44,7 +41,22 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
         ray_actor_options=_actor_options(cascade.router.placement),
         health_check_timeout_s=60,
     )
-    return router.bind(config, small, large, mapper)
+    return router.bind(config, **handles)
+
+
+def _mapper(name: str, cascade: CascadeConfig) -> serve.Deployment:
+    settings = cascade.mapper
+    actor_options = _actor_options(settings.placement)
+    if settings.num_gpus:
+        actor_options["num_gpus"] = settings.num_gpus
+    return _by_path(
+        "deployments.mapper.MapperServer",
+        name=name,
+        max_ongoing_requests=settings.max_concurrent_handoffs + settings.max_queued_handoffs,
+        ray_actor_options=actor_options,
+        graceful_shutdown_timeout_s=cascade.handoff.deadline_s,
+        health_check_timeout_s=60,
+    )
 
 
 def _by_path(path: str, **options: Any) -> serve.Deployment:

@@ -119,6 +119,10 @@ class SchedulerHalf:
                 incoming.aborted = True
         if incoming is not None:
             self._outbox.send(incoming.mapper_address, self._abandon(incoming.handoff_id))
+            if keep is not None:
+                self._outbox.send(
+                    self._settings.ticket_address, NoTicket(ticket_id=keep["ticket_id"])
+                )
             return False
         if "handoff" in (request.kv_transfer_params or {}) and not consumed:
             self._close_handoff(request)

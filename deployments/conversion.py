@@ -60,8 +60,8 @@ class Converter:
         self._dtype = dtype
         device = torch.device(config.device)
         # Chunks begin and end on blocks of both engines.
-        step = math.lcm(*block_sizes_tokens)
-        chunk_tokens = -(-config.chunk_tokens // step) * step
+        grid = math.lcm(*block_sizes_tokens)
+        chunk_tokens = -(-config.chunk_tokens // grid) * grid
         raw_bytes, mapped_bytes = slot_bytes(mapper, chunk_tokens, dtype)
         slots = config.max_concurrent_handoffs
         self._pool = torch.zeros(
@@ -85,6 +85,7 @@ class Converter:
             device=device,
             context=self._context,
             chunk_tokens=chunk_tokens,
+            block_grid_tokens=grid,
             deadline_s=handoff.deadline_s,
         )
         self._inbox = self._context.socket(zmq.ROUTER)

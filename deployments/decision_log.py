@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from router.calibration import Dependencies
@@ -23,18 +24,27 @@ QUEUE_LINES = 1_024
 class DecisionLog:
     """A `router.record.AnswerLog` into a JSONL file, which is made when it is not there.
 
-    Without `margins` a line stays near a kilobyte. OSError when the file cannot be opened.
+    Without `margins`, which stand for a prompt's log-probabilities too, a line stays near a
+    kilobyte. `on_drop` is called for each record that is not written. OSError when the file cannot
+    be opened.
     """
 
     def __init__(
-        self, path: Path, depends: Dependencies, *, margins: bool, queue_lines: int = QUEUE_LINES
+        self,
+        path: Path,
+        depends: Dependencies,
+        *,
+        margins: bool,
+        queue_lines: int = QUEUE_LINES,
+        on_drop: Callable[[], None] | None = None,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.dropped = 0
+        self._on_drop = on_drop
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._updates: dict[str, object] = {"depends": depends}
         if not margins:
-            self._updates["margins"] = None
+            self._updates |= {"margins": None, "prompt_logprobs": None}
         self._queue: queue.Queue[AnswerRecord | None] = queue.Queue(queue_lines)
         self._thread = threading.Thread(target=self._write, name="decision-log", daemon=True)
         self._thread.start()
@@ -45,6 +55,8 @@ class DecisionLog:
             self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
+            if self._on_drop is not None:
+                self._on_drop()
             if self.dropped & (self.dropped - 1) == 0:  # at 1, 2, 4, ...
                 log.warning("the disk is slow: %d decisions are not in the log", self.dropped)
 

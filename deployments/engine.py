@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
@@ -22,8 +23,10 @@ from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from cluster.config import parse_cascade_config
 from cluster.errors import EngineError
 from cluster.sources import resolve_model
+from cluster.telemetry import EngineMetrics
 from deployments.engine_setup import CascadeVLLMEngine, llm_config
 from deployments.messages import Ticket
+from deployments.pacing import Pace
 from deployments.tickets import TicketDesk
 from router.ports import EngineChunk, EngineRequest, TokenStep
 
@@ -52,6 +55,8 @@ class Engine(LLMServer):
         )
         assert isinstance(self.engine, CascadeVLLMEngine)
         self._client = self.engine.client
+        self._metrics = EngineMetrics()
+        self._pace = Pace(self._model.max_chunks_per_s)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineChunk]:
         """Stream the answer to `request`; closing the stream aborts the request in vLLM."""
@@ -66,6 +71,10 @@ class Engine(LLMServer):
         params.stop = []
         params.output_kind = RequestOutputKind.DELTA
         params.logprobs = max(2, params.logprobs or 0)
+        if request.prompt_logprobs:
+            params.prompt_logprobs = 0  # the prompt's own tokens and their ranks, no others
+            # vLLM sets this only when it makes the object; a cached block has no log-probabilities.
+            params.skip_reading_prefix_cache = True
         transfer: dict[str, Any] = dict(request.kv_transfer_params or {})
         if request.keep != "never":
             transfer["keep"] = {"ticket_id": request.request_id, "rule": request.keep}
@@ -74,8 +83,13 @@ class Engine(LLMServer):
         salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
         prompt = tokens_input(list(request.prompt_token_ids), **salt)
         try:
-            async for output in self._client.generate(prompt, params, request.request_id):
-                yield _chunk(output)
+            outputs = self._client.generate(prompt, params, request.request_id)
+            with self._pace.stream() as pause:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield _chunk(output)
+                        if not output.finished:
+                            await pause()
         except Exception:
             # The scheduler may never have seen the request: no ticket will come.
             self._desk.forget(request.request_id)
@@ -110,15 +124,31 @@ class Engine(LLMServer):
         }
 
     async def check_health(self) -> None:
-        """Raises EngineError when vLLM's core is gone; Serve then replaces the replica."""
+        """Raises EngineError when vLLM's core is gone; Serve then replaces the replica.
+
+        Serve calls it every ten seconds, and so it renews the gauges.
+        """
         if self._client.errored:
             raise EngineError(f"{self._model.name}: the engine core has died")
+        try:
+            census = await self._desk.census()
+        except TimeoutError:
+            log.warning("%s: the scheduler does not say what its pool holds", self._model.name)
+            return
+        self._metrics.set_pool(
+            self._model.name,
+            total=census.num_blocks,
+            free=census.free_blocks,
+            pinned=census.pinned_blocks,
+            loading=census.loading_blocks,
+        )
 
 
 def _chunk(output: Any) -> EngineChunk:
     """vLLM's RequestOutput of one delta."""
     answer = output.outputs[0]
     logprobs = answer.logprobs or [None] * len(answer.token_ids)
+    prompt = _prompt(output)
     return EngineChunk(
         steps=tuple(
             _step(token_id, entries)
@@ -127,7 +157,21 @@ def _chunk(output: Any) -> EngineChunk:
         finish_reason=_finish_reason(answer.finish_reason),
         stop_token_id=answer.stop_reason if type(answer.stop_reason) is int else None,
         cached_tokens=output.num_cached_tokens,
+        prompt_logprobs=None if prompt is None else tuple(logprob for logprob, _ in prompt),
+        prompt_ranks=None if prompt is None else tuple(rank for _, rank in prompt),
     )
+
+
+def _prompt(output: Any) -> list[tuple[float, int]] | None:
+    """(log-probability, rank) of the prompt's tokens from the second on; None when not there.
+
+    vLLM sends them with the first delta alone, with None for the first token.
+    """
+    if not output.prompt_logprobs:
+        return None
+    found = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    entries = [one[token_id] for token_id, one in found if one is not None]
+    return [(float(entry.logprob), int(entry.rank)) for entry in entries]
 
 
 def _step(token_id: int, entries: Any) -> TokenStep:

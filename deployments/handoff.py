@@ -1,4 +1,4 @@
-"""The router's side of a handoff: ticket from the small engine, order to a mapper.
+"""The router's side of a handoff: ticket from the source engine, order to a mapper.
 
 Implements `router.ports.HandoffPort` over Ray handles. Control only; the caches never come here.
 """
@@ -15,30 +15,34 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.errors import HandoffError, HandoffRefused, TransportError
 from deployments.messages import HandoffOrder, MapperAddress, Ticket
+from router.conversations import common_prefix_tokens
 from router.ports import HandoffReport
 
 
 class RayHandoffPort:
-    """Opens handoffs between two engine deployments through a mapper deployment."""
+    """Opens handoffs from one engine deployment through the mapper deployment of a direction."""
 
-    def __init__(self, small: Any, mapper: Any, *, deadline_s: float) -> None:
-        self._small = small
+    def __init__(self, source: Any, mapper: Any, *, deadline_s: float) -> None:
+        self._source = source
         self._mapper = mapper
         self._deadline_s = deadline_s
 
-    async def begin(self, *, small_request_id: str, token_ids: tuple[int, ...]) -> RayHandoff:
+    async def begin(
+        self, *, source_request_id: str, token_ids: tuple[int, ...], held_tokens: int = 0
+    ) -> RayHandoff:
         """See `router.ports.HandoffPort`."""
         started = time.perf_counter()
         try:
-            ticket: Ticket | None = await self._small.take_ticket.remote(small_request_id)
+            ticket: Ticket | None = await self._source.take_ticket.remote(source_request_id)
         except Exception as error:
-            raise _as_handoff_error(error, gone="small_gone") from error
+            raise _as_handoff_error(error, gone="source_gone") from error
         if ticket is None:
-            raise HandoffRefused("no_ticket", "the small engine kept nothing")
+            raise HandoffRefused("no_ticket", "the source engine kept nothing")
         order = HandoffOrder(
             handoff_id=uuid.uuid4().hex,
             ticket=ticket,
             covered_tokens=common_prefix_tokens(ticket.token_ids, token_ids),
+            first_token=held_tokens,
         )
         stream = self._mapper.options(stream=True).convert.remote(order)
         try:
@@ -46,7 +50,7 @@ class RayHandoffPort:
                 address = await anext(aiter(stream))
         except BaseException as error:
             stream.cancel()
-            self._small.release.remote(small_request_id)
+            self._source.release.remote(source_request_id)
             if not isinstance(error, Exception):
                 raise
             raise _as_handoff_error(error, gone="mapper_gone") from error
@@ -106,14 +110,6 @@ class RayHandoff:
             raise _as_handoff_error(error, gone="mapper_gone") from error
         assert isinstance(report, HandoffReport)
         return report
-
-
-def common_prefix_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many leading token ids are the same."""
-    shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:
-        return shorter
-    return next(i for i in range(shorter) if a[i] != b[i])
 
 
 def _as_handoff_error(error: Exception, *, gone: str) -> HandoffError:

@@ -18,9 +18,9 @@ from router.ports import HandoffReport
 
 
 class MapperServer:
-    """One mapper replica."""
+    """One mapper replica of one direction: to the large model, or `back` to the small one."""
 
-    async def __init__(self, config: dict[str, Any]) -> None:
+    async def __init__(self, config: dict[str, Any], back: bool = False) -> None:
         # UCX reads its variables when the library loads, so they are set before anything else.
         cascade = parse_cascade_config(config)
         os.environ.update(cascade.transport.ucx_env)
@@ -28,17 +28,22 @@ class MapperServer:
         import torch
 
         from cluster.sources import model_folder, resolve_mapper
+        from cluster.telemetry import MapperMetrics
         from deployments.conversion import Converter
         from deployments.layout import DTYPES
         from mappers.fingerprint import fingerprint
         from mappers.store import load_mapper, mapper_id
 
         torch.set_num_threads(cascade.mapper.threads)
-        folder = resolve_mapper(cascade.mapper.small_to_large)
+        value, models = cascade.mapper.small_to_large, (cascade.small, cascade.large)
+        if back:
+            assert cascade.mapper.large_to_small is not None, "the builder makes no such deployment"
+            value, models = cascade.mapper.large_to_small, (cascade.large, cascade.small)
+        folder = resolve_mapper(value, back=back)
         source, target = await asyncio.gather(
             *(
                 asyncio.to_thread(lambda s=model.source: fingerprint(model_folder(s)))
-                for model in (cascade.small, cascade.large)
+                for model in models
             )
         )
         dtype = DTYPES[cascade.small.dtype]
@@ -58,17 +63,31 @@ class MapperServer:
             cascade.mapper,
             cascade.handoff,
             dtype=cascade.small.dtype,
-            block_sizes_tokens=(
-                cascade.small.block_size_tokens,
-                cascade.large.block_size_tokens,
-            ),
+            block_sizes_tokens=(models[0].block_size_tokens, models[1].block_size_tokens),
             host=ray.util.get_node_ip_address(),
         )
+        self._direction = "large_to_small" if back else "small_to_large"
+        self._metrics = MapperMetrics()
 
     async def convert(self, order: HandoffOrder) -> AsyncIterator[MapperAddress | HandoffReport]:
         """See `Converter.convert`."""
-        async for item in self._converter.convert(order):
-            yield item
+        try:
+            async for item in self._converter.convert(order):
+                self._show_work()
+                yield item
+        finally:
+            self._show_work()
+
+    async def check_health(self) -> None:
+        """Called by Serve every ten seconds; renews the gauges."""
+        self._show_work()
+
+    def _show_work(self) -> None:
+        self._metrics.set_work(
+            self._direction,
+            running=self._converter.running,
+            pool_bytes=self._converter.pool_in_use_bytes,
+        )
 
     async def describe(self) -> dict[str, Any]:
         """What this replica is doing."""

@@ -107,11 +107,13 @@ class NoTicket:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffOrder:
-    """What the router asks of a mapper. `covered_tokens` leading tokens may be read."""
+    """What the router asks of a mapper. `covered_tokens` leading tokens may be read; the target is
+    believed to want them from `first_token` on, and says so itself when it announces its blocks."""
 
     handoff_id: str
     ticket: Ticket
     covered_tokens: int
+    first_token: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Turns what the splice records into Prometheus metrics and OpenTelemetry spans.
+"""Turns what the splice records into Prometheus metrics, OpenTelemetry spans and running totals.
 
 It knows the names in `cluster/telemetry.py` and nothing of engines or HTTP.
 """
@@ -11,27 +11,36 @@ from opentelemetry import trace
 
 from cluster import telemetry
 from cluster.telemetry import Metrics
+from router.running import Running
 from router.stats import HandoffRecord
 
 
 class Observer:
-    """One per router replica. Without `metrics` only spans are made."""
+    """One per router replica. Without `metrics` only spans are made; `running` counts if given."""
 
-    def __init__(self, metrics: Metrics | None, tracer: trace.Tracer) -> None:
+    def __init__(
+        self, metrics: Metrics | None, tracer: trace.Tracer, running: Running | None = None
+    ) -> None:
         self.metrics = metrics
         self.tracer = tracer
+        self.running = running
         self._in_flight = 0
 
-    def begin(self, model: str, headers: Mapping[str, str]) -> Observation:
-        """Start watching one request; `headers` may carry the caller's trace."""
+    def begin(
+        self, model: str, headers: Mapping[str, str], *, operation: str = "chat"
+    ) -> Observation:
+        """Start watching one request; `headers` may carry the caller's trace.
+
+        `operation` is OpenTelemetry's word for it: `chat` or `text_completion`.
+        """
         self.count(+1)
         attributes = {
-            telemetry.OPERATION: "chat",
+            telemetry.OPERATION: operation,
             telemetry.PROVIDER: "kvcascade",
             telemetry.REQUEST_MODEL: model,
         }
         context = telemetry.extract_context(headers)
-        span = self.tracer.start_span(f"chat {model}", context, attributes=attributes)
+        span = self.tracer.start_span(f"{operation} {model}", context, attributes=attributes)
         return Observation(self, span)
 
     def count(self, change: int) -> None:
@@ -53,8 +62,16 @@ class Observation:
         """See `router.stats.Recorder`."""
         self._span.set_attribute(telemetry.RESPONSE_MODEL, model)
         self._span.set_attribute(telemetry.DECISION_REASON, reason)
-        if self._observer.metrics is not None:
-            self._observer.metrics.count_route(model=model, reason=reason)
+        metrics, running = self._observer.metrics, self._observer.running
+        if running is not None:
+            running.route(model=model, reason=reason)
+        if metrics is None:
+            return
+        metrics.count_route(model=model, reason=reason)
+        if running is not None:
+            metrics.set_fractions(
+                realised=running.realised_fraction, target=running.target_fraction
+            )
 
     def handoff(self, record: HandoffRecord) -> None:
         """See `router.stats.Recorder`."""
@@ -71,9 +88,13 @@ class Observation:
                 telemetry.HANDOFF_BYTES_WRITTEN: record.bytes_written,
             },
         )
-        metrics = self._observer.metrics
+        metrics, running = self._observer.metrics, self._observer.running
+        if running is not None:
+            running.handoff(record)
         if metrics is None:
             return
+        if running is not None:
+            metrics.set_saved_prefill(running.saved_prefill_s)
         metrics.count_handoff(outcome=record.outcome, reason=record.reason)
         metrics.count_bytes(read=record.bytes_read, written=record.bytes_written)
         if record.outcome != "cancelled":

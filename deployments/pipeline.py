@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +56,7 @@ class Workshop:
         device: torch.device,
         context: zmq.asyncio.Context,
         chunk_tokens: int,
+        block_grid_tokens: int,
         deadline_s: float,
     ) -> None:
         self.mapper = mapper
@@ -63,6 +64,7 @@ class Workshop:
         self.device = device
         self.context = context
         self.chunk_tokens = chunk_tokens
+        self.block_grid_tokens = block_grid_tokens
         self.deadline_s = deadline_s
         self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
         self._codecs: dict[str, EngineCodec] = {}
@@ -172,16 +174,9 @@ class Pipeline:
         held: asyncio.Future[None],
     ) -> None:
         ticket, layout = self.order.ticket, self.order.ticket.layout
-        size, step = layout.block_size_tokens, self.shop.chunk_tokens
+        size = layout.block_size_tokens
         await self._require_held(Claim(ticket_id=ticket.ticket_id, lease_s=self.shop.deadline_s))
-        for first in range(0, self.order.covered_tokens, step):
-            last = min(first + step, self.order.covered_tokens)
-            if self.target.done():
-                target = self.target.result()
-                if first >= target.start_token + target.num_tokens:
-                    break
-                if last <= target.start_token:
-                    continue
+        async for first, last in self._spans():
             pool = await free.get()
             block_ids = ticket.block_ids[first // size : -(-last // size)]
             buffers = _views(pool, layout, len(block_ids))
@@ -194,6 +189,32 @@ class Pipeline:
         out.put_nowait(None)
         await self._require_held(Release(ticket_id=ticket.ticket_id))
         held.set_result(None)
+
+    async def _spans(self) -> AsyncIterator[tuple[int, int]]:
+        """Token ranges to read, in order; all begin on a block of both engines.
+
+        They begin where the router believes that the target's own KV ends. A target that has lost
+        some of it announces more: then they begin anew, further in front.
+        """
+        order, grid, step = self.order, self.shop.block_grid_tokens, self.shop.chunk_tokens
+        begin = first = order.first_token // grid * grid
+        while True:
+            end = order.covered_tokens
+            if self.target.done():
+                target = self.target.result()
+                wanted = target.start_token // grid * grid
+                if wanted < begin:
+                    begin = first = wanted
+                first, end = max(first, wanted), target.start_token + target.num_tokens
+            if first < end:
+                last = min(first + step, order.covered_tokens)
+                yield first, last
+                first = last
+            elif begin == 0 or self.target.done():
+                return
+            else:
+                # Before it has spoken, the source's promise has to stand.
+                await asyncio.shield(self.target)
 
     async def _require_held(self, message: Claim | Release) -> None:
         address = self.order.ticket.layout.control_address
@@ -211,6 +232,7 @@ class Pipeline:
         free_mapped: asyncio.Queue[Tensor],
         out: asyncio.Queue[_MappedChunk | None],
     ) -> None:
+        written: int | None = None
         while (chunk := await raw.get()) is not None:
             spent_s, (k_LTHD, v_LTHD) = await _timed(self._compute(partial(self._apply, chunk)))
             self.tally.map_s += spent_s
@@ -218,9 +240,12 @@ class Pipeline:
             spent_s, target = await _timed(self.target)
             self.tally.wait_target_s += spent_s
             end = target.start_token + target.num_tokens
-            first, last = max(chunk.first_token, target.start_token), min(chunk.last_token, end)
-            if first >= last:
+            first = target.start_token if written is None else written
+            last = min(chunk.last_token, end)
+            # What was read before the target wanted more from further in front comes again.
+            if not chunk.first_token <= first < last:
                 continue
+            written = last
             pool = await free_mapped.get()
             size = target.layout.block_size_tokens
             lo, hi = ((token - target.start_token) // size for token in (first, last))

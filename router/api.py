@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cluster.config import Fraction, PolicyName
+from cluster.config import Fraction, OnEscalate, PolicyName
 from cluster.errors import RequestError
 
 
@@ -36,6 +36,20 @@ class CascadeOptions(BaseModel):
     )
     target_fraction: Fraction | None = Field(
         None, description="Part of such requests to escalate; needs a calibration or `random`."
+    )
+    on_escalate: OnEscalate | None = Field(
+        None,
+        description="`continue`: the large model goes on after what was sent. `restart`: it writes "
+        "the whole answer, or the small model does once anything was sent.",
+    )
+    session_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Turns of one conversation share KV. Unset: the conversation's opening.",
+    )
+    explain: bool = Field(
+        False, description="Streamed events say who wrote them, and the policy's scores."
     )
 
     @model_validator(mode="after")
@@ -88,12 +102,20 @@ class DecisionInfo(BaseModel):
     calibration_id: str | None = None
 
 
+class Prediction(BaseModel):
+    """What the router expected both ways to take, from its own measurements; None: too few."""
+
+    mapped: float | None = None
+    recompute: float | None = None
+
+
 class HandoffInfo(BaseModel):
     """How the large model got the conversation.
 
     `handoff_ms` runs on the router's clock from the decision to the large model's first token.
     `stages_ms` are durations that the processes themselves measured; they overlap. `covered_tokens`
-    came as mapped KV, `reread_tokens` were computed by the large model before its first token.
+    came as mapped KV, `reread_tokens` were computed by the large model before its first token,
+    and the rest, `held_tokens`, it had from earlier turns.
     """
 
     path: Literal["mapped", "recompute"]
@@ -103,13 +125,45 @@ class HandoffInfo(BaseModel):
     bytes_read: int = 0
     bytes_written: int = 0
     covered_tokens: int = 0
+    held_tokens: int = 0
     reread_tokens: int | None = None
     temperature: Literal["cold", "warm"] | None = None
+    predicted_ms: Prediction = Field(default_factory=Prediction)
+
+
+class SessionInfo(BaseModel):
+    """The conversation that an answer belongs to.
+
+    `turn` counts answers from 1. `drift_handoffs` are the mapped handoffs that the large model's
+    KV of this conversation had seen before this answer, since it last read everything itself.
+    """
+
+    id: str
+    turn: int
+    drift_handoffs: int = 0
 
 
 class CascadeInfo(BaseModel):
-    """The `cascade` object of a response: who wrote what, and why."""
+    """The `cascade` object of a response: who wrote what, and why.
+
+    `handoff` is an escalation's; `borrowed` is one at the start of the answer, of what only the
+    other model had of earlier turns.
+    """
 
     served_by: list[Segment]
     decision: DecisionInfo | None = None
     handoff: HandoffInfo | None = None
+    borrowed: HandoffInfo | None = None
+    session: SessionInfo | None = None
+
+
+class CascadeProgress(BaseModel):
+    """The `cascade` object of a streamed event, for `explain`.
+
+    `scores` are new since the last event: (number of the small model's token from 1, the policy's
+    score in nats), also of tokens that were dropped unseen.
+    """
+
+    served_by: list[Segment]
+    scores: list[tuple[int, float | None]] = Field(default_factory=list)
+    threshold: float | None = None

@@ -8,30 +8,69 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from router.policy import Decision, Policy
+from router.policy import Decision, Policy, RequestView
 from router.ports import FinishReason, TokenStep
+
+FIRST_ESTIMATE_TOKENS = 256
+"""What an escalation is taken to cost before the first one is over."""
+
+_MEMORY = 0.9
+
+
+@dataclass
+class Charge:
+    """One escalation in a budget's window; `tokens` is an estimate until it is settled."""
+
+    at_s: float
+    tokens: float
 
 
 class Budget:
-    """At most `escalations` in any `window_s` seconds of `clock`. One object per router."""
+    """At most `escalations`, and at most `large_tokens` tokens that they let the large model write,
+    in any `window_s` seconds of `clock`; None is no limit. One object per router.
 
-    def __init__(self, escalations: int, window_s: float, clock: Callable[[], float]) -> None:
+    What an escalation costs in tokens is known at its end. Until then it counts as a running mean
+    of those that ended, so escalations under way may together exceed the limit by what they exceed
+    that mean. A single one is always allowed.
+    """
+
+    def __init__(
+        self,
+        escalations: int | None,
+        window_s: float,
+        clock: Callable[[], float],
+        large_tokens: int | None = None,
+    ) -> None:
         self._escalations = escalations
+        self._large_tokens = large_tokens
         self._window_s = window_s
         self._clock = clock
-        self._spent_s: deque[float] = deque()
+        self._charges: deque[Charge] = deque()
+        self._estimate: float | None = None
 
-    def take(self) -> bool:
-        """Spend one escalation; false, and nothing spent, when none is left."""
+    def take(self) -> Charge | None:
+        """Spend one escalation; None, and nothing spent, when it does not fit."""
         now_s = self._clock()
-        while self._spent_s and self._spent_s[0] <= now_s - self._window_s:
-            self._spent_s.popleft()
-        if len(self._spent_s) >= self._escalations:
-            return False
-        self._spent_s.append(now_s)
-        return True
+        while self._charges and self._charges[0].at_s <= now_s - self._window_s:
+            self._charges.popleft()
+        if self._escalations is not None and len(self._charges) >= self._escalations:
+            return None
+        estimate = FIRST_ESTIMATE_TOKENS if self._estimate is None else self._estimate
+        if self._large_tokens is not None and self._charges:
+            spent = sum(charge.tokens for charge in self._charges)
+            if spent + estimate > self._large_tokens:
+                return None
+        charge = Charge(now_s, estimate)
+        self._charges.append(charge)
+        return charge
+
+    def settle(self, charge: Charge, large_tokens: int) -> None:
+        """The escalation is over and cost so many tokens."""
+        charge.tokens = large_tokens
+        before = large_tokens if self._estimate is None else self._estimate
+        self._estimate = _MEMORY * before + (1.0 - _MEMORY) * large_tokens
 
 
 class BudgetPolicy:
@@ -44,16 +83,21 @@ class BudgetPolicy:
     def __init__(self, inner: Policy, budget: Budget) -> None:
         self.name: str = inner.name
         self.at_end: bool = inner.at_end
+        self.reads_prompt: bool = inner.reads_prompt
         # A refused `large` leaves a request to the small model, however long its prompt.
         self.may_escalate = True
         self.small_tokens: int | None = inner.small_tokens
         self._inner = inner
         self._budget = budget
-        self._granted = False
+        self._charge: Charge | None = None
 
-    def on_request(self, request_hash: str) -> Decision:
+    def on_request(self, view: RequestView) -> Decision:
         """The inner decision, or `stay` for lack of budget."""
-        return self._pay(self._inner.on_request(request_hash))
+        return self._pay(self._inner.on_request(view))
+
+    def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
+        """The inner decision, or `stay` for lack of budget."""
+        return self._pay(self._inner.on_prompt(logprobs))
 
     def on_token(self, step: TokenStep) -> Decision:
         """The inner decision, or `stay` for lack of budget."""
@@ -63,9 +107,17 @@ class BudgetPolicy:
         """The inner decision, or `stay` for lack of budget."""
         return self._pay(self._inner.on_complete(finish_reason))
 
+    def on_end(self, large_tokens: int) -> None:
+        """What was spent becomes what it cost."""
+        if self._charge is not None:
+            self._budget.settle(self._charge, large_tokens)
+        self._inner.on_end(large_tokens)
+
     def _pay(self, decision: Decision) -> Decision:
         if decision.action == "stay":
             return decision
-        if not self._granted:
-            self._granted = self._budget.take()
-        return decision if self._granted else replace(decision, action="stay", reason="budget")
+        if self._charge is None:
+            self._charge = self._budget.take()
+        if self._charge is None:
+            return replace(decision, action="stay", reason="budget")
+        return decision

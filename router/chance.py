@@ -10,10 +10,10 @@ import hashlib
 from array import array
 from typing import Literal
 
-from router.policy import Decision
+from router.policy import Decision, RequestView, TokenPolicy
 from router.ports import FinishReason, TokenStep
 
-Purpose = Literal["route", "tie"]
+Purpose = Literal["route", "tie", "shadow"]
 """What a number is drawn for; draws for different purposes are independent."""
 
 
@@ -22,13 +22,18 @@ def request_hash(prompt_token_ids: tuple[int, ...]) -> str:
     return hashlib.sha256(array("q", prompt_token_ids).tobytes()).hexdigest()[:16]
 
 
+def text_hash(text: str) -> str:
+    """The same for a prompt whose tokens are not known; never equal to its `request_hash`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def uniform(request_hash: str, purpose: Purpose) -> float:
     """A number in [0, 1), uniform over requests and fixed for each."""
     digest = hashlib.sha256(f"{purpose}:{request_hash}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
 
 
-class RandomPolicy:
+class RandomPolicy(TokenPolicy):
     """Sends a fixed fraction of requests to the large model, whatever they ask.
 
     The scalar it acts on is `uniform(request_hash, "route")`, which needs no calibration.
@@ -43,9 +48,9 @@ class RandomPolicy:
         self._fraction = fraction
         self._drawn: float | None = None
 
-    def on_request(self, request_hash: str) -> Decision:
+    def on_request(self, view: RequestView) -> Decision:
         """`large` for the chosen fraction."""
-        self._drawn = uniform(request_hash, "route")
+        self._drawn = uniform(view.request_hash, "route")
         if self._drawn < self._fraction:
             return Decision("large", "random", self._drawn, self._fraction)
         return self._stay()

@@ -1,6 +1,7 @@
 """Which policy a request gets: its own options first, then the configuration.
 
-It holds what requests share (a calibration, a budget) and knows no engines.
+It holds what requests share (a calibration, a budget, a drifting threshold) and knows no engines.
+Wrappers nest as sticky(budget(drift(policy))).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from router.api import CascadeOptions
 from router.budget import Budget, BudgetPolicy
 from router.calibration import Calibration
 from router.chance import RandomPolicy
+from router.drift import Drift, DriftPolicy
 from router.policy import FixedPolicy, Policy, ScheduledPolicy
-from router.scores import ScoreSpec
+from router.prompt import PromptPolicy
+from router.scores import SCORED, ScoreSpec
+from router.sticky import StickyPolicy
 from router.threshold import DeferralPolicy, ScorePolicy, Threshold
 
 
@@ -26,6 +30,7 @@ class RoutingState:
 
     calibration: Calibration | None = None
     budget: Budget | None = None
+    drift: Drift | None = None
 
     @classmethod
     def of(
@@ -36,16 +41,37 @@ class RoutingState:
     ) -> RoutingState:
         """The state of a router that begins; ConfigError when the calibration does not fit."""
         spec = ScoreSpec.of(routing, routing.policy)
+        drift: Drift | None = None
         if calibration is not None:
             calibration.check_score(spec)
-            calibration.threshold(routing.target_fraction)
-        if routing.budget_escalations is None:
-            return cls(calibration)
-        return cls(calibration, Budget(routing.budget_escalations, routing.budget_window_s, clock))
+            start = calibration.threshold(routing.target_fraction)
+            if routing.drift_step is not None:
+                drift = Drift(
+                    start,
+                    target_fraction=routing.target_fraction or calibration.target_fraction,
+                    low=calibration.scores[0],
+                    high=calibration.scores[-1],
+                    step=routing.drift_step,
+                )
+        budget: Budget | None = None
+        if routing.budget_escalations is not None or routing.budget_large_tokens is not None:
+            budget = Budget(
+                routing.budget_escalations,
+                routing.budget_window_s,
+                clock,
+                large_tokens=routing.budget_large_tokens,
+            )
+        return cls(calibration, budget, drift)
+
+    def target_fraction(self, routing: RoutingConfig) -> float | None:
+        """Which part of the answers is to be escalated; None when a plain threshold decides."""
+        if routing.target_fraction is not None or self.calibration is None:
+            return routing.target_fraction
+        return self.calibration.target_fraction
 
 
 NO_STATE = RoutingState()
-"""No calibration and no budget."""
+"""No calibration, no budget and no drift."""
 
 
 def make_policy(
@@ -60,9 +86,12 @@ def make_policy(
     if options.force is not None:
         return FixedPolicy(options.force, "forced")
     policy = _chosen(routing, options, state)
-    if state.budget is None or (options.policy or routing.policy) == "small":
-        return policy
-    return BudgetPolicy(policy, state.budget)
+    name = options.policy or routing.policy
+    if state.budget is not None and name != "small":
+        policy = BudgetPolicy(policy, state.budget)
+    if routing.sticky_cost is not None and name in SCORED:
+        policy = StickyPolicy(policy, routing.sticky_cost)
+    return policy
 
 
 def _chosen(routing: RoutingConfig, options: CascadeOptions, state: RoutingState) -> Policy:
@@ -80,8 +109,16 @@ def _chosen(routing: RoutingConfig, options: CascadeOptions, state: RoutingState
         raise _refused("policy", "`deferral` needs a deployment that holds tokens back")
     spec = ScoreSpec.of(routing, name)
     assert spec is not None
-    threshold = _threshold(routing, options, state, spec)
-    if name == "deferral":
+    if state.drift is not None and name == routing.policy and options.target_fraction is None:
+        return DriftPolicy(_scored(spec, state.drift.threshold), state.drift)
+    return _scored(spec, _threshold(routing, options, state, spec))
+
+
+def _scored(spec: ScoreSpec, threshold: Threshold) -> Policy:
+    if spec.name == "prompt":
+        assert spec.window_tokens is not None
+        return PromptPolicy(spec.window_tokens, threshold)
+    if spec.name == "deferral":
         return DeferralPolicy(spec, threshold)
     return ScorePolicy(spec, threshold)
 
@@ -92,7 +129,7 @@ def _threshold(
     if state.calibration is None:
         if options.target_fraction is not None:
             raise _refused("target_fraction", "this deployment has no `routing.calibration`")
-        return Threshold(routing.threshold)
+        return Threshold(routing.threshold_of(spec.name))
     try:
         state.calibration.check_score(spec)
         return state.calibration.threshold(options.target_fraction or routing.target_fraction)

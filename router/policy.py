@@ -7,6 +7,7 @@ interface and the two policies without a score; `router/policies.py` chooses one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,6 +15,22 @@ from router.ports import FinishReason, TokenStep
 
 Role = Literal["small", "large"]
 """The two places a model can have in the cascade."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestView:
+    """What is known of a request before anything is computed.
+
+    Equal prompts have equal hashes. `last_model` wrote the end of the last answer of this
+    conversation, None for a first one. `unread_tokens` are the prompt's tokens of which each model
+    has no KV. `threshold_shift` is by how much a wrapper moves the threshold (in its unit).
+    """
+
+    request_hash: str
+    prompt_tokens: int
+    last_model: Role | None = None
+    unread_tokens: Mapping[Role, int]
+    threshold_shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +69,20 @@ class Policy(Protocol):
     def small_tokens(self) -> int | None:
         """Tokens after which the small model is to stop; 0: it only reads the prompt."""
 
-    def on_request(self, request_hash: str) -> Decision:
-        """Before anything is computed: `stay` or `large`. Equal prompts have equal hashes."""
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether `on_prompt` wants the prompt's log-probabilities. They cost the small engine its
+        prefix cache for this request: vLLM computes the whole prompt again."""
+
+    def on_request(self, view: RequestView) -> Decision:
+        """Before anything is computed: `stay` or `large`."""
+
+    def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
+        """After the small model read the prompt and before its first token: `stay` or `escalate`.
+
+        `logprobs` (nats) are those of the prompt's tokens from the second on, as that model saw
+        them. Called only where `reads_prompt` says so.
+        """
 
     def on_token(self, step: TokenStep) -> Decision:
         """After each token of the small model: `stay` or `escalate`."""
@@ -61,8 +90,24 @@ class Policy(Protocol):
     def on_complete(self, finish_reason: FinishReason) -> Decision:
         """The small model ended by itself or at its limit: `stay`, or `escalate` to go on."""
 
+    def on_end(self, large_tokens: int) -> None:
+        """The answer is over, and the large model wrote so many of its tokens."""
 
-class FixedPolicy:
+
+class TokenPolicy:
+    """What policies share that neither look at the prompt's log-probabilities nor keep accounts."""
+
+    reads_prompt: bool = False
+
+    def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
+        """`stay`: it was not asked for."""
+        return Decision("stay", "no_evidence")
+
+    def on_end(self, large_tokens: int) -> None:
+        """It does not matter."""
+
+
+class FixedPolicy(TokenPolicy):
     """One model answers everything, for a stated reason."""
 
     name = "fixed"
@@ -73,7 +118,7 @@ class FixedPolicy:
     def __init__(self, role: Role, reason: str) -> None:
         self._decision = Decision("large" if role == "large" else "stay", reason)
 
-    def on_request(self, request_hash: str) -> Decision:
+    def on_request(self, view: RequestView) -> Decision:
         """The fixed choice."""
         return self._decision
 
@@ -86,7 +131,7 @@ class FixedPolicy:
         return self._decision
 
 
-class ScheduledPolicy:
+class ScheduledPolicy(TokenPolicy):
     """Hands over after a number of tokens that the request states; doubt plays no part."""
 
     name = "scheduled"
@@ -96,7 +141,7 @@ class ScheduledPolicy:
     def __init__(self, after_tokens: int) -> None:
         self.small_tokens = after_tokens
 
-    def on_request(self, request_hash: str) -> Decision:
+    def on_request(self, view: RequestView) -> Decision:
         """Always starts with the small model."""
         return Decision("stay", "scheduled")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from cluster.errors import HandoffError
 
 KeepRule = Literal["never", "on_abort", "always"]
-"""When the small engine keeps a request's KV for a handoff: at no end, when the request is
+"""When an engine keeps a request's KV for a handoff: at no end, when the request is
 aborted (an escalation in mid-answer), or at any end."""
 
 FinishReason = Literal["stop", "length"]
@@ -38,13 +38,16 @@ class EngineChunk:
 
     `stop_token_id` is the token that ended the answer when it was not the end-of-sequence token.
     `cached_tokens` is how much of the prompt the engine did not have to read, unknown until the
-    first chunk with tokens.
+    first chunk with tokens. `prompt_logprobs` (nats) and `prompt_ranks` (from 1) say what the model
+    thought of the prompt's tokens from the second on; on the first chunk alone, when asked for.
     """
 
     steps: tuple[TokenStep, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+    prompt_ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ class EngineRequest:
     cache_salt: str | None = None
     keep: KeepRule = "never"
     kv_transfer_params: Mapping[str, Any] | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,7 @@ class Handoff(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any]:
-        """Goes unread into the large model's EngineRequest."""
+        """Goes unread into the target's EngineRequest."""
 
     async def failure(self) -> HandoffError:
         """Return when the handoff has failed; never returns for one that succeeds."""
@@ -110,12 +114,15 @@ class Handoff(Protocol):
 
 
 class HandoffPort(Protocol):
-    """Moves KV from the small engine to the large one."""
+    """Moves KV from one engine, the source, to the other one, the target."""
 
-    async def begin(self, *, small_request_id: str, token_ids: tuple[int, ...]) -> Handoff:
-        """Stop the small request if it still runs, take its ticket and order the conversion.
+    async def begin(
+        self, *, source_request_id: str, token_ids: tuple[int, ...], held_tokens: int = 0
+    ) -> Handoff:
+        """Stop the source's request if it still runs, take its ticket and order the conversion.
 
-        `token_ids` is prompt plus the tokens that the large model continues from. Raises
+        `token_ids` is prompt plus the tokens that the target continues from; it is believed to
+        have the first `held_tokens` already, so the work begins behind them. Raises
         HandoffError(reason) when there is nothing to hand over: the caller then recomputes.
         """
 

@@ -7,7 +7,7 @@ not known here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +15,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cluster.errors import ConfigError
 from router.calibration import Dependencies
-from router.policy import Decision, Policy
+from router.policy import Decision, Policy, RequestView, Role
 from router.ports import FinishReason, TokenStep
 from router.signals import margin
 
 MAX_TURNS = 16
 """Turns that a record keeps; a policy that wavers more is cut off there."""
+
+MAX_PROMPT_LOGPROBS = 256
+"""Of a prompt's log-probabilities so many of the last are kept, as no score looks further back."""
 
 
 class Turn(BaseModel):
@@ -41,8 +44,12 @@ class AnswerRecord(BaseModel):
 
     `decision` is the one that settled who answers, `turns` are all that were asked for on the way
     (an escalation may have to wait). `margins` are those of the tokens that the policy saw, None
-    without log-probabilities. `complete` says that they reach to the small model's own end.
-    `failed` is for whoever judges answers: whether the small model's answer was wrong.
+    without log-probabilities. `complete` says that they reach to the small model's own end, and
+    `forbidden` after how many tokens an escalation was asked for where the answer could not be cut.
+    `prompt_logprobs` (nats) are there when the policy read the prompt. `unread_tokens` are those
+    of the prompt that a model had no KV of, `last_model` ended the conversation's last answer.
+    `failed` is for whoever judges answers: whether the small model's answer was wrong. `agreement`
+    is the share of its tokens that the large model finds likeliest (`router/shadow.py`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,8 +64,24 @@ class AnswerRecord(BaseModel):
     small_tokens: int
     large_tokens: int
     margins: tuple[float | None, ...] | None = None
+    forbidden: tuple[int, ...] = ()
+    prompt_logprobs: tuple[float, ...] | None = None
+    prompt_tokens: int | None = None
+    last_model: Role | None = None
+    unread_tokens: Mapping[Role, int] | None = None
     depends: Dependencies | None = None
     failed: bool | None = None
+    agreement: float | None = None
+
+    @property
+    def view(self) -> RequestView:
+        """The request as a policy saw it; as the first of a conversation when that is not known."""
+        return RequestView(
+            request_hash=self.request_hash,
+            prompt_tokens=self.prompt_tokens or 0,
+            last_model=self.last_model,
+            unread_tokens=self.unread_tokens or {"small": 0, "large": 0},
+        )
 
     @property
     def escalated(self) -> bool:
@@ -76,19 +99,27 @@ class Watch:
     def __init__(self, inner: Policy) -> None:
         self.name: str = inner.name
         self.at_end: bool = inner.at_end
+        self.reads_prompt: bool = inner.reads_prompt
         self.may_escalate: bool = inner.may_escalate
         self.small_tokens: int | None = inner.small_tokens
         self._inner = inner
         self._unix_s = time.time()
-        self._hash = ""
+        self._view: RequestView | None = None
+        self._prompt: tuple[float, ...] | None = None
+        self._forbidden: list[int] = []
         self._margins: list[float | None] = []
         self._turns: list[Turn] = []
         self._complete = False
 
-    def on_request(self, request_hash: str) -> Decision:
+    def on_request(self, view: RequestView) -> Decision:
         """As `inner`."""
-        self._hash = request_hash
-        return self._note(self._inner.on_request(request_hash))
+        self._view = view
+        return self._note(self._inner.on_request(view))
+
+    def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
+        """As `inner`."""
+        self._prompt = logprobs[-MAX_PROMPT_LOGPROBS:]
+        return self._note(self._inner.on_prompt(logprobs))
 
     def on_token(self, step: TokenStep) -> Decision:
         """As `inner`."""
@@ -100,11 +131,21 @@ class Watch:
         self._complete = self.small_tokens is None
         return self._note(self._inner.on_complete(finish_reason))
 
+    def on_end(self, large_tokens: int) -> None:
+        """As `inner`."""
+        self._inner.on_end(large_tokens)
+
+    def note_forbidden(self) -> None:
+        """The escalation that was just asked for may not cut the answer here."""
+        self._forbidden.append(len(self._margins))
+
     def record(self, settled: Decision, *, small_tokens: int, large_tokens: int) -> AnswerRecord:
         """The answer's line; `settled` is what happened in the end."""
+        view = self._view
+        assert view is not None
         return AnswerRecord(
             unix_s=self._unix_s,
-            request_hash=self._hash,
+            request_hash=view.request_hash,
             policy=self.name,
             decision=self._turn(settled),
             turns=tuple(self._turns),
@@ -112,6 +153,11 @@ class Watch:
             small_tokens=small_tokens,
             large_tokens=large_tokens,
             margins=tuple(self._margins),
+            forbidden=tuple(self._forbidden),
+            prompt_logprobs=self._prompt,
+            prompt_tokens=view.prompt_tokens,
+            last_model=view.last_model,
+            unread_tokens=view.unread_tokens,
         )
 
     def _note(self, decision: Decision) -> Decision:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cluster.errors import ConfigError
 from router.calibration import Calibration, Dependencies, Promise
 from router.chance import uniform
+from router.prompt import prompt_score
 from router.record import AnswerRecord
 from router.scores import ScoreSpec
 from router.threshold import Threshold
@@ -54,6 +55,8 @@ def measure(record: AnswerRecord, spec: ScoreSpec) -> Sample | None:
     """
     if record.margins is None:
         raise ConfigError("the log has no margins: write it with `routing.log_margins: true`")
+    if spec.name == "prompt":
+        return _measure_prompt(record, spec)
     if not record.complete and (not record.margins or record.decision.score is None):
         return None  # not the score but the request, chance or a failure called the large model
     last = spec.last_token
@@ -84,12 +87,30 @@ def measure(record: AnswerRecord, spec: ScoreSpec) -> Sample | None:
     )
 
 
+def _measure_prompt(record: AnswerRecord, spec: ScoreSpec) -> Sample | None:
+    """The score is known before the answer, whoever wrote that; None when nobody asked for it."""
+    if record.prompt_logprobs is None:
+        return None
+    assert spec.window_tokens is not None and record.margins is not None
+    score = prompt_score(record.prompt_logprobs, spec.window_tokens)
+    return Sample(
+        score=score,
+        tie=uniform(record.request_hash, "tie"),
+        exact=True,
+        tokens=max(len(record.margins), record.small_tokens) + record.large_tokens,
+        lows=() if score is None else ((0, score),),
+        failed=record.failed,
+    )
+
+
 def collect(records: Sequence[AnswerRecord], spec: ScoreSpec) -> list[Sample]:
     """Samples of all answers that the small model began, in the order of the log.
 
     Raises ConfigError when none is left, or when the score needs whole answers and has not.
     """
     samples = [one for record in records if (one := measure(record, spec)) is not None]
+    if not samples and spec.name == "prompt":
+        raise ConfigError("no line of this log has prompt log-probabilities: log under `prompt`")
     if not samples:
         raise ConfigError("the small model wrote nothing in this log; log with `policy: small`")
     cut = sum(not one.exact for one in samples)

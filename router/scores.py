@@ -1,6 +1,7 @@
 """The scalars that policies act on, and that thresholds are calibrated on: one definition of each.
 
-Every score is made of margins in nats, and a low score is doubt. It knows no thresholds.
+Every score is in nats, made of margins or of log-probabilities, and a low score is doubt. It
+knows no thresholds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from cluster.config import PolicyName, RoutingConfig
 from router.signals import SlidingMean
 
-ScoreName = Literal["margin", "quantile", "first_token", "deferral"]
+ScoreName = Literal["margin", "quantile", "first_token", "prompt", "deferral"]
 """Policies that act on a score; the score has the name of its policy."""
 
 SCORED: tuple[ScoreName, ...] = get_args(ScoreName)
@@ -25,7 +26,8 @@ class ScoreSpec(BaseModel):
 
     `margin`: the lowest mean of `window_tokens` margins in a row. `quantile`: the lowest that the
     `quantile` of all margins so far has been, from `window_tokens` margins on. `first_token`: the
-    first token's margin. `deferral`: the mean margin of the whole answer. Margins count up to the
+    first token's margin. `prompt`: the mean log-probability of the prompt's last `window_tokens`
+    (`router/prompt.py`). `deferral`: the mean margin of the whole answer. Margins count up to the
     answer's token number `last_token`; tokens without log-probabilities have none.
     """
 
@@ -47,16 +49,31 @@ class ScoreSpec(BaseModel):
             return cls(name="quantile", window_tokens=window, quantile=quantile, last_token=last)
         if policy == "first_token":
             return cls(name="first_token", last_token=1)
+        if policy == "prompt":
+            return cls(name="prompt", window_tokens=routing.prompt_window_tokens)
         return cls(name="deferral") if policy == "deferral" else None
+
+    def routing_keys(self) -> dict[str, str | int | float]:
+        """The keys of `routing` under which a policy acts on this score."""
+        keys: dict[str, str | int | float | None] = {"policy": self.name}
+        if self.name == "prompt":
+            keys["prompt_window_tokens"] = self.window_tokens
+        else:
+            keys["margin_window_tokens"] = self.window_tokens
+        keys["margin_quantile"] = self.quantile
+        if self.name != "first_token":
+            keys["max_escalation_tokens"] = self.last_token
+        return {key: value for key, value in keys.items() if value is not None}
 
     @property
     def falls(self) -> bool:
         """Whether the score of a longer answer can only be lower."""
-        return self.name != "deferral"
+        return self.name not in ("prompt", "deferral")
 
     def start(self) -> Statistic:
         """A running statistic; the score of an answer is its lowest value, or for `deferral` its
-        last one."""
+        last one. `prompt` has none, for it does not look at the answer."""
+        assert self.name != "prompt"
         if self.name == "deferral":
             return RunningMean()
         if self.name == "quantile":

@@ -7,82 +7,28 @@ dropped unseen. It knows nothing of text, HTTP, vLLM or how KV travels.
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from cluster.errors import EngineError, RequestError
-from router.api import CascadeInfo, CascadeOptions, DecisionInfo, Segment
-from router.background import Background
-from router.chance import request_hash
-from router.policy import Decision, Policy, Role
-from router.ports import (
-    EngineChunk,
-    EnginePort,
-    EngineRequest,
-    HandoffPort,
-    KeepRule,
-    TokenStep,
+from router.access import Access
+from router.api import (
+    CascadeInfo,
+    CascadeOptions,
+    CascadeProgress,
+    DecisionInfo,
+    Segment,
+    SessionInfo,
 )
-from router.record import AnswerLog, Watch
-from router.stats import NullRecorder, Recorder
+from router.chance import request_hash
+from router.job import Job, Piece, Site
+from router.policy import Decision, Policy, RequestView, Role
+from router.ports import EngineChunk, EngineRequest, KeepRule, TokenStep
+from router.record import AnswerRecord, Watch
+from router.shadow import Shadow
 from router.takeover import Takeover
-
-SamplingFor = Callable[[int, int], Any]
-"""(tokens already sent, max_tokens of this part) to the engine's sampling parameters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """The two engines and what moves KV between them: the same for every request.
-
-    `names` are the models' names in the API. Conversations shorter than `min_handoff_tokens` are
-    read again instead of handed over. A small model holds `small_context_tokens` of prompt and
-    answer; `hold_back_tokens` of its tokens wait before they are sent. `log` gets each answer's
-    decisions.
-    """
-
-    small: EnginePort
-    large: EnginePort
-    handoffs: HandoffPort
-    names: Mapping[Role, str]
-    small_context_tokens: int
-    min_handoff_tokens: int
-    hold_back_tokens: int
-    recorder: Recorder = field(default_factory=NullRecorder)
-    log: AnswerLog | None = None
-    background: Background = field(default_factory=Background)
-
-
-def always(sent_token_ids: tuple[int, ...]) -> bool:
-    """The large model may take over anywhere."""
-    return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One answer to write.
-
-    `may_switch` is asked with the tokens already sent whether an escalation may cut there (never
-    in a tool call or a split character). It is not asked when the request itself set the place.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingFor
-    may_switch: Callable[[tuple[int, ...]], bool] = always
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Tokens of one model, in the order of the answer; the last piece has a finish reason."""
-
-    model: Role
-    chunk: EngineChunk
 
 
 class Cascade:
@@ -95,13 +41,21 @@ class Cascade:
         self._policy: Policy = self._watch or policy
         self._options = options
         self._job = job
+        # Who names a model and nothing else wants its own answer, not one on mapped KV.
+        named = options.force is not None and options.escalate_after_tokens is None
+        mapped = not options.recompute and not named
+        self._access = Access(site, job, mapped=mapped)
+        self._drift_handoffs = 0 if job.turn is None else job.turn.held("large").handoffs
         self._sent: list[int] = []
         self._by_model: dict[Role, int] = {"small": 0, "large": 0}
         self._decision: Decision | None = None
         self._takeover: Takeover | None = None
-        self._small: AsyncGenerator[EngineChunk, None] | None = None
-        self._small_id = uuid.uuid4().hex
+        self._engine: AsyncGenerator[EngineChunk, None] | None = None
         self._kept = False
+        self._complete = False
+        self._small_seen = 0
+        self._scores: list[tuple[int, float | None]] = []
+        self._threshold: float | None = None
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer, with exactly `max_tokens` tokens at most over both models.
@@ -110,7 +64,7 @@ class Cascade:
         Closing it aborts whatever still runs.
         """
         try:
-            decision = self._policy.on_request(request_hash(self._job.prompt_token_ids))
+            decision = self._policy.on_request(self._view())
             room = self._site.small_context_tokens - len(self._job.prompt_token_ids)
             if decision.action == "stay" and room <= 0:
                 if not self._policy.may_escalate:
@@ -123,16 +77,15 @@ class Cascade:
                 decision = Decision("large", "small_context")
             if decision.action == "large":
                 self._settle(decision)
-                async with aclosing(self._answer_large()) as answer:
-                    async for piece in answer:
-                        yield piece
-                return
-            async with aclosing(self._answer_small(room)) as answer:
+                answer = self._answer_large()
+            else:
+                answer = self._answer_small(room)
+            async with aclosing(answer):
                 async for piece in answer:
                     yield piece
             if self._takeover is not None:
-                assert self._small is not None
-                await self._small.aclose()
+                assert self._engine is not None
+                await self._engine.aclose()
                 async with aclosing(self._takeover.chunks()) as chunks:
                     async for chunk in chunks:
                         yield self._send("large", chunk)
@@ -149,54 +102,86 @@ class Cascade:
         """Tokens of the answer so far, of both models."""
         return len(self._sent)
 
+    def progress(self) -> CascadeProgress:
+        """Who wrote what so far, and the scores since the last call."""
+        scores, self._scores = self._scores, []
+        return CascadeProgress(served_by=self._segments(), scores=scores, threshold=self._threshold)
+
     async def info(self) -> CascadeInfo:
         """Who wrote what, and why; waits a moment for the costs of a handoff."""
         self._settle_stopped()
-        decision = self._decision
+        decision, turn = self._decision, self._job.turn
+        takeovers = (self._takeover, self._access.borrowed)
+        session = None
+        if turn is not None:
+            session = SessionInfo(
+                id=turn.session_id, turn=turn.number, drift_handoffs=self._drift_handoffs
+            )
+        infos = [None if one is None else await one.info() for one in takeovers]
         return CascadeInfo(
-            served_by=[
-                Segment(model=self._site.names[role], tokens=tokens)
-                for role, tokens in self._by_model.items()
-                if tokens
-            ],
+            served_by=self._segments(),
             decision=None if decision is None else DecisionInfo(**vars(decision)),
-            handoff=None if self._takeover is None else await self._takeover.info(),
+            handoff=infos[0],
+            borrowed=infos[1],
+            session=session,
+        )
+
+    def _segments(self) -> list[Segment]:
+        return [
+            Segment(model=self._site.names[role], tokens=tokens)
+            for role, tokens in self._by_model.items()
+            if tokens
+        ]
+
+    def _view(self) -> RequestView:
+        length, turn = len(self._job.prompt_token_ids), self._job.turn
+        return RequestView(
+            request_hash=request_hash(self._job.prompt_token_ids),
+            prompt_tokens=length,
+            last_model=None if turn is None else turn.last_model,
+            unread_tokens={
+                "small": length - self._access.held_tokens("small"),
+                "large": length - self._access.held_tokens("large"),
+            },
         )
 
     async def _answer_large(self) -> AsyncGenerator[Piece, None]:
-        job = self._job
-        request = EngineRequest(
-            request_id=uuid.uuid4().hex,
-            prompt_token_ids=job.prompt_token_ids,
-            max_tokens=job.max_tokens,
-            sampling=job.sampling(0, job.max_tokens),
-        )
-        async with aclosing(self._site.large.generate(request)) as chunks:
-            async for chunk in chunks:
-                yield self._send("large", chunk)
-                if chunk.finish_reason is not None:
-                    return
+        request = self._access.request("large", self._job.max_tokens, "never")
+        self._engine = await self._access.open("large", request)
+        async for chunk in self._engine:
+            yield self._send("large", chunk)
+            if chunk.finish_reason is not None:
+                self._complete = True
+                return
         raise EngineError("the large engine ended a stream without a finish reason")
 
     async def _answer_small(self, room_tokens: int) -> AsyncGenerator[Piece, None]:
         """The small model's part; sets `_takeover` when the large one has to go on."""
-        policy, site = self._policy, self._site
+        policy = self._policy
         held: deque[TokenStep] = deque()
         watched = policy.may_escalate and policy.small_tokens is None
-        hold_back = site.hold_back_tokens if watched else 0
+        hold_back = self._site.hold_back_tokens if watched else 0
         cached_tokens: int | None = None
         request = self._small_request(room_tokens)
-        self._small = site.small.generate(request)
         try:
-            async for chunk in self._small:
+            self._engine = await self._access.open("small", request)
+            async for chunk in self._engine:
                 if cached_tokens is None:
                     cached_tokens = chunk.cached_tokens
+                if chunk.prompt_logprobs is not None and policy.reads_prompt:
+                    decision = policy.on_prompt(chunk.prompt_logprobs)
+                    self._note_score(decision)
+                    if self._may_escalate(decision):
+                        self._escalate(decision)
+                        return
                 for step in chunk.steps:
                     held.append(step)
                     if chunk.finish_reason is not None:
                         continue
                     decision = policy.on_token(step)
-                    if decision.action == "escalate" and self._job.may_switch(tuple(self._sent)):
+                    self._small_seen += 1
+                    self._note_score(decision)
+                    if self._may_escalate(decision):
                         self._escalate(decision)
                         return
                 if chunk.finish_reason is not None:
@@ -221,11 +206,10 @@ class Cascade:
         limit = min(job.max_tokens, max(room_tokens, 1))
         if policy.small_tokens is not None:
             limit = min(limit, max(policy.small_tokens, 1))
-        prompt = job.prompt_token_ids
         keep: KeepRule = "on_abort" if limit == job.max_tokens else "always"
         if policy.small_tokens == 0 or policy.at_end:
             keep = "always"
-        longest = len(prompt) + limit
+        longest = len(job.prompt_token_ids) + limit
         if (
             not policy.may_escalate
             or self._options.recompute
@@ -233,13 +217,23 @@ class Cascade:
         ):
             keep = "never"
         self._kept = keep != "never"
-        return EngineRequest(
-            request_id=self._small_id,
-            prompt_token_ids=prompt,
-            max_tokens=limit,
-            sampling=job.sampling(0, limit),
-            keep=keep,
-        )
+        return self._access.request("small", limit, keep, prompt_logprobs=policy.reads_prompt)
+
+    def _may_escalate(self, decision: Decision) -> bool:
+        """Whether an escalation is wanted, and allowed after what was sent."""
+        if decision.action != "escalate":
+            return False
+        restarts = (self._options.on_escalate or self._site.on_escalate) == "restart"
+        if (not restarts or not self._sent) and self._job.may_switch(tuple(self._sent)):
+            return True
+        if self._watch is not None:
+            self._watch.note_forbidden()
+        return False
+
+    def _note_score(self, decision: Decision) -> None:
+        self._threshold = decision.threshold
+        if self._options.explain:
+            self._scores.append((self._small_seen, decision.score))
 
     def _finish_small(self, last: EngineChunk) -> Piece | None:
         """Settle the small model's own end; what it still has to show, if anything."""
@@ -257,34 +251,21 @@ class Cascade:
             return piece
         if decision.action == "escalate":
             # What still waits is dropped, and the large model goes on after what was sent.
-            if self._policy.at_end and last.steps and self._job.may_switch(tuple(self._sent)):
+            if self._policy.at_end and last.steps and self._may_escalate(decision):
                 self._escalate(decision)
                 return None
             decision = replace(decision, action="stay", reason="ended_early")
         self._settle(decision)
+        self._complete = True
         return self._send("small", last)
 
     def _escalate(self, decision: Decision, skip: str | None = None) -> None:
         """Hand the rest to the large model; `skip` is a reason not to try a handoff."""
         self._settle(decision)
-        token_ids = (*self._job.prompt_token_ids, *self._sent)
-        if skip is None and self._options.recompute:
-            skip = "requested"
-        if skip is None and len(token_ids) < self._site.min_handoff_tokens:
-            skip = "short"
-        max_tokens = self._job.max_tokens - len(self._sent)
-        self._takeover = Takeover(
-            engine=self._site.large,
-            handoffs=self._site.handoffs,
-            recorder=self._site.recorder,
-            background=self._site.background,
-            small_request_id=self._small_id,
-            token_ids=token_ids,
-            max_tokens=max_tokens,
-            sampling=self._job.sampling(len(self._sent), max_tokens),
-            skip=skip,
-            decided_s=time.monotonic(),
-        )
+        if self._options.recompute:
+            skip = skip or "requested"
+        request = self._access.continuation(self._sent, self._job.max_tokens - len(self._sent))
+        self._takeover = self._access.takeover("large", self._access.request_id, request, skip)
 
     def _settle(self, decision: Decision) -> None:
         self._decision = decision
@@ -302,24 +283,36 @@ class Cascade:
         return Piece(model=role, chunk=chunk)
 
     async def _close(self) -> None:
-        if self._small is not None:
-            await self._small.aclose()
+        if self._engine is not None:
+            await self._engine.aclose()
+        await self._access.close()
         taken = False
         if self._takeover is not None:
             taken = self._takeover.took_ticket
             await self._takeover.close()
         if self._kept and not taken:
-            await self._site.small.release(self._small_id)
+            await self._site.small.release(self._access.request_id)
         self._settle_stopped()
+        self._policy.on_end(self._by_model["large"])
+        if self._sent:
+            self._access.remember(self._sent, self._by_model, self._takeover)
         self._write_log()
 
     def _write_log(self) -> None:
         if self._watch is None or self._decision is None or self._site.log is None:
             return
-        self._site.log(
-            self._watch.record(
-                self._decision,
-                small_tokens=self._by_model["small"],
-                large_tokens=self._by_model["large"],
-            )
+        record = self._watch.record(
+            self._decision,
+            small_tokens=self._by_model["small"],
+            large_tokens=self._by_model["large"],
         )
+        shadow = self._site.shadow
+        if shadow is not None and self._complete and shadow.wants(record):
+            self._site.background.spawn(self._judge(shadow, record))
+        else:
+            self._site.log(record)
+
+    async def _judge(self, shadow: Shadow, record: AnswerRecord) -> None:
+        assert self._site.log is not None
+        answer = tuple(self._sent)
+        self._site.log(await shadow.judged(record, self._job.prompt_token_ids, answer))

@@ -14,7 +14,8 @@ class HandoffRecord:
     `reason` says why a handoff was not used, and is None for a mapped one. `started_unix_s` is
     the wall clock at the decision, for spans only; every duration comes from a monotonic clock.
     `stages_s["total"]` is the time from the decision to the large model's first token; it is
-    missing when that token never came.
+    missing when that token never came. `predicted_recompute_s` is what reading everything again was
+    expected to take up to that token, None when too little was known.
     """
 
     outcome: Literal["mapped", "recompute", "cancelled"]
@@ -24,6 +25,7 @@ class HandoffRecord:
     temperature: Literal["cold", "warm"] | None = None
     bytes_read: int = 0
     bytes_written: int = 0
+    predicted_recompute_s: float | None = None
 
 
 class Recorder(Protocol):

@@ -6,11 +6,11 @@ know where a threshold came from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from router.chance import uniform
-from router.policy import Decision
+from router.policy import Decision, RequestView, TokenPolicy
 from router.ports import FinishReason, TokenStep
 from router.scores import ScoreSpec
 from router.signals import margin
@@ -28,12 +28,16 @@ class Threshold:
     tie_fraction: float = 0.0
     calibration_id: str | None = None
 
+    def moved(self, by: float) -> Threshold:
+        """The threshold that much higher; of equal scores all or none are then doubtful."""
+        return self if by == 0.0 else replace(self, value=self.value + by, tie_fraction=0.0)
+
     def doubts(self, score: float, tie: float) -> bool:
         """Whether an answer with this score and tie draw (in [0, 1)) has to be escalated."""
         return score < self.value or (score == self.value and tie < self.tie_fraction)
 
 
-class ScorePolicy:
+class ScorePolicy(TokenPolicy):
     """Escalates in mid-answer, as soon as the score falls below the threshold.
 
     A finished answer reports its score: the lowest value of the statistic (`ScoreSpec`).
@@ -53,9 +57,10 @@ class ScorePolicy:
         self._seen = 0
         self._lowest: float | None = None
 
-    def on_request(self, request_hash: str) -> Decision:
+    def on_request(self, view: RequestView) -> Decision:
         """Always starts with the small model."""
-        self._tie = uniform(request_hash, "tie")
+        self._tie = uniform(view.request_hash, "tie")
+        self._threshold = self._threshold.moved(view.threshold_shift)
         return self._stay("watching")
 
     def on_token(self, step: TokenStep) -> Decision:
@@ -72,18 +77,18 @@ class ScorePolicy:
             return self._stay("watching")
         self._lowest = value if self._lowest is None else min(self._lowest, value)
         if self._threshold.doubts(value, self._tie):
-            return _decide("escalate", "low_margin", value, self._threshold)
-        return self._stay("watching")
+            return decide("escalate", "low_margin", value, self._threshold)
+        return decide("stay", "watching", value, self._threshold)
 
     def on_complete(self, finish_reason: FinishReason) -> Decision:
-        """`stay`: confident when there is a score, else without evidence."""
+        """`stay`: confident when there is a score, its lowest value, else without evidence."""
         return self._stay("confident" if self._lowest is not None else "no_evidence")
 
     def _stay(self, reason: str) -> Decision:
-        return _decide("stay", reason, self._lowest, self._threshold)
+        return decide("stay", reason, self._lowest, self._threshold)
 
 
-class DeferralPolicy:
+class DeferralPolicy(TokenPolicy):
     """Judges the small model's whole answer when it has ended.
 
     What was sent by then stays. Only tokens that are still held back can be dropped, and the large
@@ -102,9 +107,10 @@ class DeferralPolicy:
         self._statistic = spec.start()
         self._tie = 0.0
 
-    def on_request(self, request_hash: str) -> Decision:
+    def on_request(self, view: RequestView) -> Decision:
         """Always starts with the small model."""
-        self._tie = uniform(request_hash, "tie")
+        self._tie = uniform(view.request_hash, "tie")
+        self._threshold = self._threshold.moved(view.threshold_shift)
         return self._stay("watching")
 
     def on_token(self, step: TokenStep) -> Decision:
@@ -121,14 +127,15 @@ class DeferralPolicy:
         if score is None:
             return self._stay("no_evidence")
         if self._threshold.doubts(score, self._tie):
-            return _decide("escalate", "low_margin", score, self._threshold)
+            return decide("escalate", "low_margin", score, self._threshold)
         return self._stay("confident")
 
     def _stay(self, reason: str) -> Decision:
-        return _decide("stay", reason, self._statistic.value, self._threshold)
+        return decide("stay", reason, self._statistic.value, self._threshold)
 
 
-def _decide(
+def decide(
     action: Literal["stay", "escalate"], reason: str, score: float | None, threshold: Threshold
 ) -> Decision:
+    """A decision that a score and a threshold made."""
     return Decision(action, reason, score, threshold.value, threshold.calibration_id)

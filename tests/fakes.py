@@ -151,10 +151,14 @@ class FakeHandoffPort:
     begin_hangs: bool = False
     begun: list[FakeHandoff] = field(default_factory=list)
     calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    held_tokens: list[int] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
 
-    async def begin(self, *, small_request_id: str, token_ids: tuple[int, ...]) -> FakeHandoff:
-        self.calls.append((small_request_id, token_ids))
+    async def begin(
+        self, *, source_request_id: str, token_ids: tuple[int, ...], held_tokens: int = 0
+    ) -> FakeHandoff:
+        self.calls.append((source_request_id, token_ids))
+        self.held_tokens.append(held_tokens)
         if self.begin_hangs:
             await asyncio.Event().wait()
         if self.begin_error is not None:

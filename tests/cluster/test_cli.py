@@ -101,7 +101,7 @@ def test_strict_validation_fails_on_what_could_not_be_checked(
 
 def test_models_prints_the_folders_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {"small": Path("/m/small"), "large": Path("/m/large"), "mapper": Path("/m/mapper")}
-    monkeypatch.setattr(fitting, "prepare_quickstart", lambda console: folders)
+    monkeypatch.setattr(fitting, "prepare_quickstart", lambda console, back: folders)
     result = run("models", "--json")
     assert json.loads(result.stdout) == {name: str(path) for name, path in folders.items()}
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.config import RoutingConfig
+from cluster.config import IMPORT_PATH, CascadeConfig, RoutingConfig
+from cluster.prompt_run import Run
 from router.calibration import read_calibration
 from router.policies import RoutingState
 from router.record import AnswerRecord
-from tests.router.logs import uniform_records
+from router.scores import ScoreSpec
+from tests.router.logs import DEPENDS, uniform_records
 
 WORDS = ("--window-tokens", "2", "--last-token", "4")
 
@@ -85,3 +88,42 @@ def test_what_cannot_be_calibrated_ends_with_one_message(
     assert done.exit_code == 2
     assert message in done.stderr
     assert not (tmp_path / "c.json").exists()
+
+
+def test_prompts_are_answered_under_the_endpoints_own_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def answered(prompts: Any, cascade: CascadeConfig, depends: Any, **settings: Any) -> Run:
+        asked.update(settings, prompts=prompts, name=cascade.cascade_name)
+        return Run(tuple(uniform_records(99)), ("400: too long",))
+
+    monkeypatch.setattr("cluster.dependencies.running_dependencies", lambda cascade: DEPENDS)
+    monkeypatch.setattr("cluster.prompt_run.run_prompts", answered)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    config = tmp_path / "config.yaml"
+    args = {
+        "cascade_name": "mine",
+        "small": {"name": "s", "source": "x"},
+        "large": {"name": "l", "source": "y"},
+        "mapper": {"small_to_large": "identity"},
+        "routing": {"margin_window_tokens": 2, "max_escalation_tokens": 3},
+    }
+    application = {"name": "cascade", "import_path": IMPORT_PATH, "args": args}
+    config.write_text(yaml.safe_dump({"applications": [application]}))
+    words = ("--prompts", str(prompts), "--config", str(config), "--out", str(tmp_path / "c.json"))
+    done = CliRunner().invoke(app, ["calibrate", *words, "--target-fraction", "0.3", "--json"])
+    assert done.exit_code == 0, done.output
+    made = read_calibration(tmp_path / "c.json")
+    assert made.score == ScoreSpec(name="margin", window_tokens=2, last_token=3)
+    assert (asked["name"], asked["concurrency"], asked["reads_prompt"]) == ("mine", 8, False)
+    assert asked["prompts"] == [[{"role": "user", "content": "hello"}]]
+    assert "1 prompts have no answer; the first: 400: too long" in done.stderr
+
+
+def test_answers_come_from_one_place(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", uniform_records(9))
+    done = run(tmp_path, log, "--prompts", "p.jsonl", "--target-fraction", "0.3")
+    assert (done.exit_code, "give one of --log and --prompts" in done.stderr) == (2, True)

@@ -68,6 +68,10 @@ def test_a_wrong_value_is_refused_by_its_key(path: str, value: Any, message: str
         ({"policy": "small", "target_fraction": 0.3}, "`small` is a fixed choice"),
         ({"policy": "deferral", "hold_back_tokens": 0}, "raise hold_back_tokens"),
         ({"log_margins": True}, "log_margins needs `log_file`"),
+        ({"policy": "small", "budget_large_tokens": 9}, "`small` never escalates"),
+        ({"policy": "large", "sticky_cost": 1}, "`large` has no threshold to move"),
+        ({"drift_step": 0.1}, "drift_step needs `calibration`"),
+        ({"shadow_fraction": 0.1}, "shadow_fraction needs `log_file`"),
     ],
 )
 def test_routing_keys_that_contradict_are_refused_in_one_line(
@@ -82,7 +86,8 @@ def test_a_dumped_configuration_reads_as_itself_and_keeps_the_default_threshold(
     cascade = parse_cascade_config({**ARGS, "routing": {"calibration": "c.json"}})
     assert parse_cascade_config(cascade.model_dump(mode="json")) == cascade
     default = parse_cascade_config(ARGS).routing
-    assert (default.policy, default.margin_window_tokens, default.threshold) == ("margin", 8, 0.35)
+    assert (default.policy, default.margin_window_tokens) == ("margin", 8)
+    assert (default.threshold_of("margin"), default.threshold_of("prompt")) == (0.35, -3.0)
 
 
 def test_a_cpu_engine_takes_blocks_of_a_multiple_of_32_tokens_only() -> None:

@@ -112,10 +112,18 @@ def test_metrics_have_the_published_names_and_labels(monkeypatch: pytest.MonkeyP
     metrics.count_handoff(outcome="mapped", reason=None)
     metrics.count_route(model="large", reason="low_margin")
     metrics.set_in_flight(3)
+    metrics.set_fractions(realised=0.25, target=None)
+    metrics.set_fractions(realised=None, target=0.5)
+    metrics.count_log_dropped()
+    metrics.count_shadow("failed")
     assert len(seen.pop("kvcascade_handoff_seconds")) == len(STAGES)
     assert seen == {
         "kvcascade_handoff_bytes_total": [(10, "read")],
         "kvcascade_handoff_total": [(1.0, "mapped", "none")],
         "kvcascade_route_total": [(1.0, "large", "low_margin")],
         "kvcascade_requests_in_flight": [(3,)],
+        "kvcascade_realised_fraction": [(0.25,)],
+        "kvcascade_target_fraction": [(0.5,)],
+        "kvcascade_log_dropped_total": [(1.0,)],
+        "kvcascade_shadow_total": [(1.0, "failed")],
     }

@@ -197,7 +197,7 @@ def test_keys_that_ray_serve_would_ignore_are_problems(pair: Pair) -> None:
         "applications.0.deployments.0.num_replica: Ray Serve knows no such key; "
         "correct its spelling",
         "applications.0.deployments.1.name: 'mappers' is no deployment; they are "
-        "router, small, large, mapper",
+        "router, small, large, mapper, mapper_back, sessions",
     ]
 
 

@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 
 from cluster.config import CascadeConfig
 from cluster.sources import resolve_model
-from router.splice import Site
+from router.conversations import LocalSessions
+from router.job import Site
 from tests.fakes import FakeHandoffPort, ScriptedEngine, step, steps
 
 SMALL_TEXT = "one two three four five six seven eight nine ten"
@@ -47,6 +48,7 @@ class Desk:
     port: FakeHandoffPort = field(default_factory=FakeHandoffPort)
     app: Any = None
     site: Any = None
+    chat: Any = None
 
     def answer(self, small: str = SMALL_TEXT, large: str = LARGE_TEXT) -> None:
         """Script both models: the small one writes `small`, the large one `large`, then EOS."""
@@ -67,6 +69,22 @@ class Desk:
         return AsyncOpenAI(
             base_url="http://test/v1", api_key="none", http_client=http, max_retries=0
         )
+
+    @property
+    def http(self) -> httpx2.AsyncClient:
+        """Plain HTTP, for what the official client would not send."""
+        transport = httpx2.ASGITransport(app=self.app, raise_app_exceptions=False)
+        return httpx2.AsyncClient(transport=transport, base_url="http://test")
+
+    async def complete(self, model: str = "cascade", **kwargs: Any) -> Any:
+        """A text completion; streamed, its chunks."""
+        body = kwargs.pop("extra_body", {})
+        if (cascade := kwargs.pop("cascade", None)) is not None:
+            body = {**body, "cascade": cascade}
+        kwargs.setdefault("prompt", "Count to ten, please, and take your time:")
+        kwargs.setdefault("max_tokens", 40)
+        made = await self.client.completions.create(model=model, extra_body=body, **kwargs)
+        return [chunk async for chunk in made] if kwargs.get("stream") else made
 
     async def ask(self, model: str = "cascade", **kwargs: Any) -> Any:
         cascade = kwargs.pop("cascade", None)
@@ -136,6 +154,7 @@ def endpoint(model_folder: str) -> tuple[Any, Any, dict[str, Any]]:
         small_context_tokens=256,
         min_handoff_tokens=8,
         hold_back_tokens=2,
+        sessions=LocalSessions(max_tokens=100_000, ttl_s=600.0),
     )
     observer = Observer(None, make_tracer(None))
     return ChatService(config, site, model_folder, observer), site, switchboard
@@ -150,7 +169,7 @@ def desk(endpoint: tuple[Any, Any, dict[str, Any]], encode: Any) -> Iterator[Des
     async def nothing() -> Any:
         return {}
 
-    made = Desk(encode, site=site)
+    made = Desk(encode, site=site, chat=chat)
     made.app = build_http_app(Service(chat=chat, health=nothing, metrics=nothing))
     made.answer()
     switchboard |= {"small": made.small, "large": made.large, "port": made.port}

@@ -32,7 +32,13 @@ def built(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_application_has_exactly_the_documented_deployments() -> None:
-    assert sorted(built(args())) == sorted(DEPLOYMENTS)
+    mapper = {"small_to_large": "identity", "large_to_small": "identity"}
+    everything = args(mapper=mapper, sessions={"shared": True})
+    assert sorted(built(everything)) == sorted(DEPLOYMENTS)
+
+
+def test_what_the_config_does_not_ask_for_is_not_deployed() -> None:
+    assert sorted(built(args())) == ["large", "mapper", "router", "small"]
 
 
 def test_every_engine_gets_a_bundle_per_gpu_with_its_resources_in_the_first() -> None:

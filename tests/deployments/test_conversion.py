@@ -171,6 +171,43 @@ async def test_what_the_target_has_already_is_skipped_and_positions_stay_absolut
     await made.close()
 
 
+async def test_only_what_a_target_lacks_is_read(
+    memories: list[EngineMemory], identity: Converter
+) -> None:
+    source, target = make(memories), make(memories)
+    k_LTHD, v_LTHD = kv(192)
+    source.fill(k_LTHD, v_LTHD, tuple(range(6)))
+    order = replace(order_for(source, 192, tuple(range(6))), first_token=150)
+    report = await run(identity, order, target, start=128, tokens=64, block_ids=(9, 3))
+    got_k, _ = target.content((9, 3))
+    assert torch.equal(got_k, k_LTHD[:, 128:192])
+    token_bytes = LAYERS * HEADS * 2 * DIM * 2
+    assert report.bytes_read == report.bytes_written == 64 * token_bytes
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_target_that_lost_what_it_was_believed_to_have_gets_it(
+    memories: list[EngineMemory], identity: Converter, late: bool
+) -> None:
+    source, target = make(memories), make(memories)
+    k_LTHD, v_LTHD = kv(192)
+    source.fill(k_LTHD, v_LTHD, tuple(range(6)))
+    order = replace(order_for(source, 192, tuple(range(6))), first_token=128)
+    stream = identity.convert(order)
+    address = await anext(stream)
+    assert isinstance(address, MapperAddress)
+    if late:
+        await asyncio.sleep(0.2)  # the reader has read the end and waits
+    blocks = (9, 3, 1, 2, 4)
+    target.announce(order.handoff_id, address, start=32, tokens=160, block_ids=blocks)
+    async with asyncio.timeout(10):
+        report = await anext(stream)
+    got_k, got_v = target.content(blocks)
+    assert torch.equal(got_k, k_LTHD[:, 32:]) and torch.equal(got_v, v_LTHD[:, 32:])
+    assert isinstance(report, HandoffReport) and report.covered_tokens == 160
+    assert target.done() == [order.handoff_id]
+
+
 @pytest.mark.parametrize("sizes", [(32, 64), (64, 32)])
 async def test_engines_may_have_different_block_sizes(
     memories: list[EngineMemory], sizes: tuple[int, int]

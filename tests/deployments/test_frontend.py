@@ -222,7 +222,7 @@ async def test_a_clients_request_id_is_no_internal_key(desk: Desk) -> None:
 def test_engine_parameters_leave_text_to_the_front_end() -> None:
     from vllm import SamplingParams
 
-    from deployments.frontend import engine_sampling
+    from deployments.engine_format import engine_sampling
 
     asked = SamplingParams(
         n=3, stop=["x"], logprobs=0, min_tokens=5, max_tokens=50, temperature=0.5, seed=3

@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from deployments.observer import Observer
+from router.running import Running
 from router.stats import HandoffRecord
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -33,11 +34,13 @@ class ListMetrics:
         return lambda *args, **kwargs: self.calls.append((name, args or kwargs))
 
 
-def watched(record: HandoffRecord) -> tuple[ListMetrics, dict[str, Any]]:
+def watched(
+    record: HandoffRecord, running: Running | None = None
+) -> tuple[ListMetrics, dict[str, Any]]:
     exporter, metrics = InMemorySpanExporter(), ListMetrics()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    observer = Observer(metrics, provider.get_tracer("test"))  # type: ignore[arg-type]
+    observer = Observer(metrics, provider.get_tracer("test"), running)  # type: ignore[arg-type]
     watch = observer.begin("cascade", {"traceparent": TRACEPARENT})
     watch.route(model="big", reason="low_margin")
     watch.handoff(record)
@@ -86,3 +89,11 @@ def test_a_cancelled_escalation_adds_no_times() -> None:
     metrics, spans = watched(cancelled)
     assert "observe_stages" not in dict(metrics.calls)
     assert "handoff" not in spans
+
+
+def test_running_totals_are_kept_and_published_as_gauges() -> None:
+    running = Running(large="big", policy="margin", target_fraction=0.3)
+    running.route(model="small", reason="confident")
+    metrics, _ = watched(RECORD, running)
+    assert ("set_fractions", {"realised": 0.5, "target": 0.3}) in metrics.calls
+    assert running.snapshot()["handoffs"]["mapped"] == 1

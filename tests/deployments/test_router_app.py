@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,77 +17,11 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from cluster.errors import EngineError
-from deployments.openai_app import Service, build_http_app
 from deployments.router import RayEnginePort
 from router.ports import EngineChunk, EngineRequest
 from tests.fakes import step
 
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), max_tokens=4)
-
-
-class FakeChat:
-    """Serves two names and echoes the request."""
-
-    models = {"cascade": 64, "org/big": 128}
-
-    async def complete(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
-        if body.get("bug"):
-            raise RuntimeError("secret detail")
-        return {"echo": dict(body), "trace": headers.get("traceparent")}
-
-
-def client(health: dict[str, str | None] | None = None) -> httpx2.AsyncClient:
-    async def parts() -> dict[str, str | None]:
-        return health or {"small": None, "large": None, "mapper": None}
-
-    async def metrics() -> str:
-        return "ray_kvcascade_route_total 3\n"
-
-    app = build_http_app(Service(chat=FakeChat(), health=parts, metrics=metrics))
-    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx2.AsyncClient(transport=transport, base_url="http://test")
-
-
-async def test_models_are_listed_with_their_context() -> None:
-    listed = (await client().get("/v1/models")).json()
-    assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [
-        ("cascade", 64),
-        ("org/big", 128),
-    ]
-    assert {card["object"] for card in listed["data"]} == {"model"}
-
-
-async def test_one_model_is_found_by_a_name_with_a_slash() -> None:
-    assert (await client().get("/v1/models/org/big")).json()["id"] == "org/big"
-
-
-async def test_an_unknown_model_or_route_has_the_error_envelope() -> None:
-    missing = await client().get("/v1/models/nope")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
-    assert (await client().get("/nowhere")).json()["error"]["type"] == "invalid_request_error"
-
-
-async def test_the_callers_trace_reaches_the_service() -> None:
-    response = await client().post(
-        "/v1/chat/completions", json={"a": 1}, headers={"traceparent": "00-1-2-01"}
-    )
-    assert response.json() == {"echo": {"a": 1}, "trace": "00-1-2-01"}
-
-
-async def test_health_is_200_when_every_part_answers() -> None:
-    response = await client().get("/health")
-    assert (response.status_code, response.json()["mapper"]) == (200, "ok")
-
-
-async def test_health_is_503_and_names_the_part_that_does_not() -> None:
-    parts = {"small": None, "large": "no answer within 10 s", "mapper": None}
-    response = await client(parts).get("/health")
-    assert response.status_code == 503
-    assert response.json() == {"small": "ok", "large": "no answer within 10 s", "mapper": "ok"}
-
-
-async def test_metrics_are_passed_on() -> None:
-    assert (await client().get("/metrics")).text == "ray_kvcascade_route_total 3\n"
 
 
 class FakeStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,23 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def cascade(repository: Path) -> Iterator[RealCascade]:
+def cascade(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCascade]:
     """The quickstart config, its models and mapper on raylets of their own.
 
-    Pools and deadlines are small, so that leaks show and tests of lost mappers end soon.
+    Pools and deadlines are small, so that leaks show and tests of lost mappers end soon. The mapper
+    back is fitted on so little text that it is good for nothing but moving bytes.
     """
     import ray
     from ray.cluster_utils import Cluster
     from rich.console import Console
 
-    from cluster.fitting import prepare_quickstart
+    from cluster.fitting import fit_pair, fit_settings, prepare_quickstart
     from cluster.local import deploy, stop
 
     prepare_quickstart(Console())
+    back = tmp_path_factory.mktemp("mappers") / "large-to-small"
+    little = replace(fit_settings(k=1, support="head_local", tokens=2_048), heldout_tokens=512)
+    fit_pair("large", "small", back, little, console=Console())
     document = yaml.safe_load((repository / "cluster/quickstart.yaml").read_text())
     document["http_options"]["port"] = free_port()
     args = document["applications"][0]["args"]
@@ -74,6 +78,9 @@ def cascade(repository: Path) -> Iterator[RealCascade]:
     for role in ("small", "large"):
         args[role]["kv_pool_tokens"] = 9_216
         args[role]["max_num_seqs"] = 8
+        args[role]["tool_call_parser"] = "hermes"
+    args["mapper"]["large_to_small"] = str(back)
+    args["sessions"] = {"shared": True}
     args["handoff"] = {"deadline_s": 12.0, "quarantine_s": 1.0, "lease_s": 6.0}
 
     nodes = Cluster(

@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 
 from cluster.config import HandoffConfig, MapperConfig
-from deployments.handoff import common_prefix_tokens
 from deployments.messages import Census, HandoffOrder, MapperAddress
 from deployments.tickets import TicketDesk
+from router.conversations import common_prefix_tokens
 from router.ports import HandoffReport
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]

@@ -18,6 +18,7 @@ from router.samples import calibrate, collect, dependencies_of, realised_fractio
 from router.scores import ScoreSpec
 from router.threshold import Threshold
 from tests.router.logs import DEPENDS, WINDOW, record, uniform_records
+from tests.router.views import view
 
 ROUTING = RoutingConfig(margin_window_tokens=2, max_escalation_tokens=4, calibration="c")
 
@@ -130,10 +131,10 @@ def test_lines_of_two_deployments_are_not_mixed() -> None:
 def test_the_policy_uses_the_files_threshold_and_names_the_file() -> None:
     made = calibrated(uniform_records(99), 0.3)
     state = RoutingState.of(ROUTING, made)
-    decision = make_policy(ROUTING, CascadeOptions(), state).on_request("00")
+    decision = make_policy(ROUTING, CascadeOptions(), state).on_request(view("00"))
     assert decision.threshold == made.threshold(0.3).value
     assert decision.calibration_id == made.calibration_id
-    wished = make_policy(ROUTING, CascadeOptions(target_fraction=0.1), state).on_request("00")
+    wished = make_policy(ROUTING, CascadeOptions(target_fraction=0.1), state).on_request(view("00"))
     assert wished.threshold == made.threshold(0.1).value
     assert wished.threshold < decision.threshold
 

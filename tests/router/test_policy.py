@@ -10,6 +10,7 @@ from router.policies import make_policy
 from router.policy import Decision, FixedPolicy, Policy, ScheduledPolicy
 from router.threshold import ScorePolicy
 from tests.fakes import step
+from tests.router.views import view
 
 ROUTING = RoutingConfig(margin_window_tokens=2, margin_threshold=1.0, max_escalation_tokens=4)
 
@@ -86,4 +87,4 @@ def test_the_requests_options_win_over_the_configured_policy(
 
 def test_forced_large_is_large_from_the_first_token() -> None:
     policy = make_policy(ROUTING, CascadeOptions(force="large"))
-    assert policy.on_request("00") == Decision("large", "forced")
+    assert policy.on_request(view("00")) == Decision("large", "forced")

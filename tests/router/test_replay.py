@@ -11,10 +11,11 @@ from cluster.config import RoutingConfig
 from cluster.errors import ConfigError
 from deployments.decision_log import DecisionLog
 from router.api import CascadeOptions
+from router.job import Job, Site
 from router.policies import RoutingState, make_policy
 from router.record import AnswerRecord, read_log
 from router.replay import replay
-from router.splice import Cascade, Job, Site
+from router.splice import Cascade
 from tests.fakes import ScriptedEngine, step
 from tests.router.logs import DEPENDS, record
 from tests.router_bench import SMALL, Bench
@@ -92,6 +93,36 @@ async def test_a_budgets_refusal_is_in_the_log() -> None:
     assert max(sum(one.escalated for one in records[i : i + 7]) for i in range(34)) <= 5
 
 
+async def test_an_escalation_that_had_to_wait_waits_in_the_replay_too() -> None:
+    routing = RoutingConfig(margin_window_tokens=1, margin_threshold=1.0)
+    records: list[AnswerRecord] = []
+    margins = [8.0] * len(SMALL)
+    for number in (3, 4, 9):
+        margins[number] = 0.5
+    small = [step(token, margin) for token, margin in zip(SMALL, margins, strict=True)]
+    bench = Bench(small=ScriptedEngine(small))
+    site = Site(**{**vars(bench.site()), "log": records.append})
+    job = Job(
+        prompt_token_ids=tuple(range(100)),
+        max_tokens=20,
+        sampling=lambda *part: part,
+        may_switch=lambda sent: len(sent) > 6,
+    )
+    cascade = Cascade(site, make_policy(routing, CascadeOptions()), CascadeOptions(), job)
+    async for _ in cascade.pieces():
+        pass
+    (line,) = records
+    assert (line.forbidden, line.decision.at_token) == ((4, 5), 10)
+    assert (line.prompt_tokens, line.unread_tokens) == (100, {"small": 100, "large": 100})
+    (again,) = replay(records, routing).outcomes
+    assert again.decision.score == 0.5 and again.certain
+    assert len(line.margins or ()) == 10
+    free = line.model_copy(update={"forbidden": (), "margins": line.margins[:5]})
+    assert replay([free], routing).outcomes[0].escalated
+    held = line.model_copy(update={"margins": line.margins[:5], "complete": True})
+    assert not replay([held], routing).outcomes[0].escalated
+
+
 async def test_the_log_goes_to_a_file_and_comes_back(tmp_path: Path) -> None:
     records = await written(SETTINGS[0], 5)
     path = tmp_path / "new" / "log.jsonl"
@@ -117,11 +148,18 @@ async def test_without_margins_a_line_is_short_and_a_replay_says_what_is_missing
 
 
 def test_a_full_queue_drops_lines_and_counts_them(tmp_path: Path) -> None:
-    log = DecisionLog(tmp_path / "log.jsonl", DEPENDS, margins=True, queue_lines=2)
+    told: list[bool] = []
+    log = DecisionLog(
+        tmp_path / "log.jsonl",
+        DEPENDS,
+        margins=True,
+        queue_lines=2,
+        on_drop=lambda: told.append(True),
+    )
     log.close()
     for number in range(5):
         log(record(number, [1.0]))
-    assert log.dropped == 3
+    assert (log.dropped, len(told)) == (3, 3)
 
 
 def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:

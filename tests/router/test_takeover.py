@@ -73,7 +73,7 @@ def failing_large_once() -> Script:
         (Bench(port=FakeHandoffPort(begin_error=HandoffRefused("no_ticket"))), "no_ticket"),
         (Bench(port=FakeHandoffPort(begin_error=RuntimeError("bug"))), "error"),
         (Bench(port=FakeHandoffPort(fail_at_once=HandoffError("mapper_died"))), "mapper_died"),
-        (Bench(large=ScriptedEngine(failing_large_once())), "large_failed"),
+        (Bench(large=ScriptedEngine(failing_large_once())), "target_failed"),
     ],
     ids=["begin-refused", "begin-bug", "mapper-died", "large-raised"],
 )

@@ -15,6 +15,7 @@ from router.scores import RunningQuantile, ScoreSpec
 from router.splice import Cascade, Job
 from router.threshold import DeferralPolicy, ScorePolicy, Threshold
 from tests.fakes import ScriptedEngine, step
+from tests.router.views import view
 from tests.router_bench import LARGE, PROMPT, SMALL, Bench
 
 HASHES = [f"{number:016x}" for number in range(4_000)]
@@ -54,7 +55,7 @@ def test_first_token_looks_at_the_first_token_only() -> None:
 @pytest.mark.parametrize("policy", ["margin", "quantile", "first_token", "deferral"])
 def test_answers_without_logprobs_stay_for_lack_of_evidence(policy: str) -> None:
     made = make_policy(RoutingConfig.model_validate({"policy": policy}), CascadeOptions())
-    made.on_request("00")
+    made.on_request(view("00"))
     assert made.on_token(step(1, None)).reason == "no_evidence"
     assert made.on_complete("stop").reason == "no_evidence"
 
@@ -94,7 +95,7 @@ def test_a_tie_is_split_by_request_and_always_the_same_way() -> None:
 
     def escalates(request: str) -> bool:
         policy = ScorePolicy(spec, threshold)
-        policy.on_request(request)
+        policy.on_request(view(request))
         return policy.on_token(step(1, 1.0)).action == "escalate"
 
     drawn = [escalates(request) for request in HASHES]
@@ -106,7 +107,7 @@ def test_random_takes_its_fraction_and_decides_alike_for_a_retry() -> None:
     routing = RoutingConfig(policy="random", target_fraction=0.3)
 
     def action(request: str) -> str:
-        return make_policy(routing, CascadeOptions()).on_request(request).action
+        return make_policy(routing, CascadeOptions()).on_request(view(request)).action
 
     actions = [action(request) for request in HASHES]
     assert actions.count("large") / len(actions) == pytest.approx(0.3, abs=0.02)
@@ -130,7 +131,7 @@ def test_a_budget_is_shared_by_all_requests_and_comes_back_with_time() -> None:
     seen = []
     for at_s in (0.0, 5.0, 6.0, 10.0, 11.0, 15.0):
         now_s[0] = at_s
-        decision = make_policy(routing, CascadeOptions(), state).on_request("00")
+        decision = make_policy(routing, CascadeOptions(), state).on_request(view("00"))
         seen.append((decision.action, decision.reason))
     spent, large = ("stay", "budget"), ("large", "policy")
     assert seen == [large, large, spent, large, spent, large]
@@ -151,7 +152,7 @@ def test_a_forced_request_needs_no_budget() -> None:
     routing = RoutingConfig(budget_escalations=1)
     state = RoutingState(budget=Budget(1, 10.0, lambda: 0.0))
     forced = [make_policy(routing, CascadeOptions(force="large"), state) for _ in range(3)]
-    assert [policy.on_request("00").action for policy in forced] == ["large"] * 3
+    assert [policy.on_request(view("00")).action for policy in forced] == ["large"] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""The process on the head of a cluster of namespaces that deploys and asks, and its other end.
+
+`Driver` starts this file as a program in the head's namespace, where it can reach every node, and
+sends it one JSON order per line; the answer is one JSON line. Orders are the methods of `Driver`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.netns_cluster import HEAD, UCX_ENV, NetnsCluster
+
+if TYPE_CHECKING:
+    from router.api import CascadeInfo
+
+APPLICATION = "cascade"
+_DEPLOY_S = 400.0
+_RESTART_S = 120.0
+# A conversation ends at most so many tokens short of what is asked for.
+_MARGIN_TOKENS = 60
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer; `cascade` is the endpoint's own account of it."""
+
+    prompt_tokens: int
+    cascade: CascadeInfo
+
+
+class Driver:
+    """Sends orders to the process in the head's namespace."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def deploy(self, document: Mapping[str, Any]) -> None:
+        """Deploy a Serve config, or what changed of it, and wait until all of it runs."""
+        self._order(do="deploy", document=document)
+
+    def ask(
+        self, tokens: int, seed: int, cascade: Mapping[str, Any], *, answer_tokens: int = 3
+    ) -> Asked:
+        """Go on with a conversation of about `tokens` tokens; `seed` chooses which."""
+        from router.api import CascadeInfo
+
+        found = self._order(
+            do="ask", tokens=tokens, seed=seed, cascade=cascade, answer_tokens=answer_tokens
+        )
+        return Asked(found["prompt_tokens"], CascadeInfo.model_validate(found["cascade"]))
+
+    def describe(self, deployment: str) -> dict[str, Any]:
+        """What a replica of a deployment says of itself."""
+        return self._order(do="describe", deployment=deployment)
+
+    def restart(self, deployment: str) -> None:
+        """Kill a replica of a deployment that has one, and wait until another answers."""
+        self._order(do="restart", deployment=deployment)
+
+    def _order(self, **order: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the driver ended; what went wrong is above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+@contextmanager
+def driver(cluster: NetnsCluster) -> Iterator[Driver]:
+    """A driver on the cluster's head, until the block ends."""
+    process = cluster.popen(
+        sys.executable, str(Path(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield Driver(process)
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        # Serve and its replicas end with the cluster.
+        process.kill()
+        process.wait()
+
+
+def cascade_document(places: Mapping[str, str]) -> dict[str, Any]:
+    """The quickstart's Serve config for a cluster of namespaces.
+
+    `places` names the node of `small`, `large` and `mapper`; the router is on the head. Deployed
+    again with another place for the mapper, the engines run on (Ray 2.60: options under
+    `deployments:` are no part of the others' version).
+    """
+    from cluster.cli import QUICKSTART_CONFIG
+    from cluster.config import load_serve_config
+
+    document, _ = load_serve_config(QUICKSTART_CONFIG)
+    (application,) = document["applications"]
+    args = application["args"]
+    for role in ("small", "large"):
+        args[role]["placement"] = _at(places[role])
+    args["router"] = {"placement": _at(HEAD)}
+    args["transport"] = {"ucx_env": dict(UCX_ENV)}
+    application["deployments"] = [
+        {"name": "mapper", "num_replicas": 1, "ray_actor_options": _at(places["mapper"])}
+    ]
+    return document
+
+
+def _at(node: str) -> dict[str, Any]:
+    return {"num_cpus": 0.1, "resources": {f"at_{node}": 0.01}}
+
+
+class _Worker:
+    """The orders, as the process on the head carries them out."""
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._model = ""
+        self._tokenizer: Any = None
+
+    def deploy(self, document: dict[str, Any]) -> dict[str, Any]:
+        from cluster import local
+        from cluster.demo_client import connect
+
+        url = local.deploy(document, timeout_s=_DEPLOY_S)
+        args = document["applications"][0]["args"]
+        self._client, self._model = connect(url), args.get("cascade_name", APPLICATION)
+        return {}
+
+    def ask(
+        self, tokens: int, seed: int, cascade: dict[str, Any], answer_tokens: int
+    ) -> dict[str, Any]:
+        from cluster.demo_client import ask
+        from cluster.quickstart.text import long_conversation_messages
+
+        if self._tokenizer is None:
+            from transformers import PreTrainedTokenizerFast
+
+            from cluster.sources import resolve_model
+
+            folder = resolve_model("quickstart:large")
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        messages = long_conversation_messages(tokens + _MARGIN_TOKENS, self._tokenizer, seed)
+        answer = ask(
+            self._client,
+            self._model,
+            messages,
+            max_tokens=answer_tokens,
+            # Neither model may end the answer before the handoff is over.
+            min_tokens=answer_tokens - 1,
+            cascade=cascade,
+        )
+        return {
+            "prompt_tokens": answer.prompt_tokens,
+            "cascade": answer.cascade.model_dump(mode="json"),
+        }
+
+    def describe(self, deployment: str) -> dict[str, Any]:
+        from ray import serve
+
+        handle = serve.get_deployment_handle(deployment, APPLICATION)
+        found: dict[str, Any] = handle.describe.remote().result(timeout_s=60)
+        return found
+
+    def restart(self, deployment: str) -> dict[str, Any]:
+        import os
+        import signal
+
+        before = self.describe(deployment)["pid"]
+        os.kill(before, signal.SIGKILL)
+        deadline = time.monotonic() + _RESTART_S
+        while True:
+            try:
+                if self.describe(deployment)["pid"] != before:
+                    return {}
+            except Exception:
+                # Which one depends on who notices first that the replica is gone.
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
+
+
+def main() -> None:
+    """Carry out orders until standard input ends."""
+    import os
+
+    # Whatever prints must not spoil the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from cluster.local import start_local_ray
+
+    start_local_ray(address=os.environ["RAY_ADDRESS"])
+    worker = _Worker()
+    for line in sys.stdin:
+        order = json.loads(line)
+        work: Callable[..., dict[str, Any]] = getattr(worker, order.pop("do"))
+        print(json.dumps(work(**order)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""How one answer reaches the engines: in which prefix cache, and with KV from the other model.
+
+It applies what is known of the conversation to each request and notes afterwards what the engines
+were left with. It does not decide who answers and sees no tokens but the prompt's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from cluster.errors import EngineError
+from router.conversations import ConversationTurn
+from router.job import Job, Site
+from router.policy import Role
+from router.ports import EngineChunk, EngineRequest, KeepRule
+from router.takeover import Takeover
+
+logger = logging.getLogger(__name__)
+
+OTHER: dict[Role, Role] = {"small": "large", "large": "small"}
+
+
+class Access:
+    """The engines as one answer may use them. `mapped` false: never ask for a handoff."""
+
+    def __init__(self, site: Site, job: Job, *, mapped: bool) -> None:
+        self._site = site
+        self._job = job
+        self._mapped = mapped
+        self.borrowed: Takeover | None = None
+        self._opened: tuple[Role, EngineRequest] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The request that writes, or wrote, in the engine that the answer was opened at."""
+        assert self._opened is not None, "open an answer first"
+        borrowed = None if self.borrowed is None else self.borrowed.request_id
+        return borrowed or self._opened[1].request_id
+
+    def held_tokens(self, role: Role) -> int:
+        """Leading tokens of the prompt that a model's engine should have."""
+        turn = self._job.turn
+        return 0 if turn is None else turn.held(role).tokens
+
+    def request(
+        self, role: Role, max_tokens: int, keep: KeepRule, *, prompt_logprobs: bool = False
+    ) -> EngineRequest:
+        """A request for the whole answer by one model."""
+        return EngineRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=self._job.prompt_token_ids,
+            max_tokens=max_tokens,
+            sampling=self._job.sampling(0, max_tokens),
+            cache_salt=self._lineage(role) or self._job.salt,
+            keep=keep,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def continuation(self, sent_token_ids: list[int], max_tokens: int) -> EngineRequest:
+        """A request that goes on after what was sent; a takeover chooses its cache."""
+        return EngineRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=(*self._job.prompt_token_ids, *sent_token_ids),
+            max_tokens=max_tokens,
+            sampling=self._job.sampling(len(sent_token_ids), max_tokens),
+            cache_salt=self._job.salt,
+        )
+
+    def takeover(
+        self, role: Role, source_request_id: str, request: EngineRequest, skip: str | None
+    ) -> Takeover:
+        """The handoff to a model that goes on with `request`; `skip`: why not to try one."""
+        port = self._site.handoffs_to(role)
+        assert port is not None
+        held_tokens = self.held_tokens(role)
+        if skip is None:
+            skip = self._skip(role, len(request.prompt_token_ids) - held_tokens)
+        return Takeover(
+            engine=self._site.engine(role),
+            handoffs=port,
+            recorder=self._site.recorder,
+            background=self._site.background,
+            forecast=self._site.forecasts[role],
+            source_request_id=source_request_id,
+            request=request,
+            skip=skip,
+            decided_s=time.monotonic(),
+            lineage=self._lineage(role),
+            held_tokens=held_tokens,
+        )
+
+    async def open(self, role: Role, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """The answer to `request`, with KV of what only the other model has of earlier turns."""
+        self._opened = role, request
+        self.borrowed = await self._borrow(role, request)
+        return self._timed(role, request) if self.borrowed is None else self.borrowed.chunks()
+
+    async def close(self) -> None:
+        """Settle what was borrowed."""
+        if self.borrowed is not None:
+            await self.borrowed.close()
+
+    async def _timed(self, role: Role, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
+        """The engine's answer; the forecast learns from its first token."""
+        started_s: float | None = time.monotonic()
+        async with aclosing(self._site.engine(role).generate(request)) as chunks:
+            async for chunk in chunks:
+                if started_s is not None and chunk.steps:
+                    read_tokens = len(request.prompt_token_ids) - (chunk.cached_tokens or 0)
+                    forecast = self._site.forecasts[role]
+                    forecast.observe_recompute(read_tokens, time.monotonic() - started_s)
+                    started_s = None
+                yield chunk
+
+    async def _borrow(self, role: Role, request: EngineRequest) -> Takeover | None:
+        """A handoff of what only the other model has of earlier turns; None: not worth it.
+
+        The other engine is asked for the promise with a request that reads nothing new.
+        """
+        source, turn = OTHER[role], self._job.turn
+        if turn is None or not self._mapped or self._site.handoffs_to(role) is None:
+            return None
+        if request.prompt_logprobs:
+            return None  # the engine has them only of what it reads itself
+        known = min(turn.held(source).tokens, len(request.prompt_token_ids) - 1)
+        gain = known - turn.held(role).tokens
+        if gain <= 0 or self._skip(role, gain) is not None:
+            return None
+        ask = EngineRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=request.prompt_token_ids[:known],
+            max_tokens=1,
+            sampling=self._job.sampling(0, 1),
+            cache_salt=self._lineage(source) or self._job.salt,
+            keep="always",
+        )
+        try:
+            async for _ in self._site.engine(source).generate(ask):
+                pass
+        except EngineError as error:
+            logger.warning("%s reads everything itself: %s", role, error)
+            return None
+        return self.takeover(role, ask.request_id, request, None)
+
+    def remember(
+        self, answer_token_ids: list[int], written_tokens: Mapping[Role, int], last: Takeover | None
+    ) -> None:
+        """Note what the engines hold of the conversation now, for its next turn.
+
+        `written_tokens` counts each model's part of the answer; `last` is a closed escalation.
+        """
+        turn = self._job.turn
+        if turn is None or self._opened is None:
+            return
+        role, request = self._opened
+        if self.borrowed is not None:
+            self._took_over(turn, role, self.borrowed, written_tokens[role])
+        else:
+            tokens = with_kv(len(request.prompt_token_ids), written_tokens[role])
+            turn.read(role, request.cache_salt or "", tokens)
+        if last is not None:
+            self._took_over(turn, "large", last, written_tokens["large"])
+        if self._job.remember and self._site.sessions is not None:
+            wrote_last: Role = "large" if written_tokens["large"] else "small"
+            self._site.sessions.put(turn.after(answer_token_ids, wrote_last))
+
+    def _took_over(
+        self, turn: ConversationTurn, role: Role, takeover: Takeover, written_tokens: int
+    ) -> None:
+        if takeover.salt is None:
+            return
+        tokens = with_kv(len(takeover.request.prompt_token_ids), written_tokens)
+        turn.read(role, takeover.salt, tokens, mapped_tokens=takeover.covered_tokens)
+
+    def _lineage(self, role: Role) -> str | None:
+        """The cache of this conversation alone; None where KV is exact and may be anybody's."""
+        if self._job.turn is None or self._site.handoffs_to(role) is None:
+            return None
+        return self._job.turn.held(role).salt
+
+    def _skip(self, role: Role, missing_tokens: int) -> str | None:
+        """Why a model should rather read `missing_tokens` than have them mapped; None: map."""
+        if not self._mapped:
+            return "requested"
+        if missing_tokens < self._site.min_handoff_tokens:
+            return "short"
+        if self._job.turn is not None and self._job.turn.drifted(role):
+            return "drift"
+        if self._site.forecasts[role].cheaper(missing_tokens, missing_tokens) == "recompute":
+            return "cheaper"
+        return None
+
+
+def with_kv(prompt_tokens: int, written_tokens: int) -> int:
+    """Tokens whose KV exists: the last one written was never read."""
+    return prompt_tokens + max(0, written_tokens - 1)

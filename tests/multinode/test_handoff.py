@@ -1,0 +1,78 @@
+"""A handoff between nodes: what the endpoint reports is what the links carried."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from bench.netns_network import Traffic
+from router.api import HandoffInfo
+from tests.multinode.conftest import Deployed
+
+pytestmark = pytest.mark.multinode
+
+
+def counted(deployed: Deployed) -> dict[str, Traffic]:
+    network = deployed.cluster.network
+    return {node.name: network.traffic(node.name) for node in deployed.cluster.nodes}
+
+
+def escalate(deployed: Deployed, **options: bool) -> tuple[HandoffInfo, dict[str, Traffic]]:
+    """(the handoff that was reported, what each link carried meanwhile)."""
+    before = counted(deployed)
+    cascade = {"session_id": uuid.uuid4().hex, "escalate_after_tokens": 1, **options}
+    answer = deployed.driver.ask(2_000, 1, cascade)
+    moved = {name: after - before[name] for name, after in counted(deployed).items()}
+    assert 1_900 < answer.prompt_tokens < 2_100
+    assert [part.model for part in answer.cascade.served_by] == ["small", "large"]
+    handoff = answer.cascade.handoff
+    assert handoff is not None
+    return handoff, moved
+
+
+def test_each_part_runs_on_its_own_node(deployed: Deployed) -> None:
+    parts = [deployed.driver.describe(role) for role in ("small", "large", "mapper")]
+    assert len({part["node_id"] for part in parts}) == 3
+    address = deployed.cluster.network.address("mapper")
+    assert parts[2]["address"].startswith(f"tcp://{address}:")
+
+
+def test_a_mapped_handoff_crosses_the_mappers_link_with_the_bytes_that_it_reports(
+    deployed: Deployed,
+) -> None:
+    handoff, moved = escalate(deployed)
+    assert handoff.path == "mapped" and handoff.reason is None
+    # Layers, keys and values, 3 KV heads, 64 elements of bf16: 15 layers here, 30 there.
+    assert handoff.bytes_read == handoff.covered_tokens * 15 * 2 * 3 * 64 * 2
+    assert handoff.bytes_written == handoff.covered_tokens * 30 * 2 * 3 * 64 * 2
+    assert moved["mapper"].received_bytes == pytest.approx(handoff.bytes_read, rel=0.1)
+    assert moved["mapper"].sent_bytes == pytest.approx(handoff.bytes_written, rel=0.1)
+    assert moved["head"].sent_bytes == pytest.approx(handoff.bytes_read, rel=0.1)
+    assert moved["large"].received_bytes == pytest.approx(handoff.bytes_written, rel=0.1)
+
+
+def test_reading_again_moves_no_cache(deployed: Deployed) -> None:
+    handoff, moved = escalate(deployed, recompute=True)
+    assert handoff.path == "recompute" and handoff.bytes_written == 0
+    # A mapped handoff of this conversation writes 46 MB.
+    assert moved["large"].received_bytes < 1_000_000
+    assert moved["mapper"].received_bytes + moved["mapper"].sent_bytes < 1_000_000
+
+
+def test_a_process_without_the_token_is_refused(deployed: Deployed) -> None:
+    ray = str(Path(sys.executable).with_name("ray"))
+
+    def status(*without: str) -> subprocess.CompletedProcess[str]:
+        command = ("env", *(f"--unset={key}" for key in without), ray, "status")
+        inside = deployed.cluster.network.command("head", *command)
+        env = dict(deployed.cluster.env)
+        return subprocess.run(inside, env=env, capture_output=True, text=True, timeout=60)
+
+    assert status().returncode == 0
+    refused = status("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
+    assert refused.returncode != 0
+    assert "auth" in (refused.stdout + refused.stderr).lower()
