@@ -20,6 +20,7 @@ _COLOURS = ("#2e8b57", "#1f6fb2", "#b2182b", "#7b3294")
 def plot(rows: Sequence[Row], cold: Sequence[Run], path: Path) -> None:
     """A panel per place: measured and planned by link rate, one colour per length."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     places = [place for place in PLACES if any(row.place == place for row in rows)]
     figure = Figure(figsize=(1.4 + 4.4 * len(places), 5.2), dpi=150, layout="constrained")
@@ -27,15 +28,18 @@ def plot(rows: Sequence[Row], cold: Sequence[Run], path: Path) -> None:
     for panel, place in zip(panels, places, strict=True):
         _draw(panel, place, rows, [run for run in cold if run.place == place])
     panels[0].set_ylabel("decision to first large token (s)")
-    by_label = {
-        label: one for one, label in zip(*panels[0].get_legend_handles_labels(), strict=True)
-    }
+    by_label = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     labels = sorted(by_label, key=_legend_order)
+    # Columns are filled evenly: without these the last length's would be cut.
+    blank = [""] * (-len(labels) % len(_KINDS))
     figure.legend(
-        [by_label[label] for label in labels],
-        labels,
+        [
+            *(by_label[label] for label in labels),
+            *(Line2D([], [], linestyle="none") for _ in blank),
+        ],
+        [*labels, *blank],
         loc="outside lower center",
-        ncols=-(-len(labels) // len(_KINDS)),
+        ncols=len([*labels, *blank]) // len(_KINDS),
         fontsize=8,
         frameon=False,
     )

@@ -107,7 +107,7 @@ def cascade_args(folder: str) -> dict[str, Any]:
 
 @contextmanager
 def deployed(
-    console: Console, transport: dict[str, Any], max_chunks_per_s: float
+    console: Console, serve_default: bool, max_chunks_per_s: float
 ) -> Iterator[tuple[list[Endpoint], Any]]:
     """(endpoints, the engine's handle) on a Ray cluster of its own."""
     from cluster import local
@@ -122,7 +122,9 @@ def deployed(
             from ray import serve
             from tokenizers import Tokenizer
 
-            port = free_port()
+            from deployments.router import CHUNK_TRANSPORT
+
+            port, transport = free_port(), {} if serve_default else CHUNK_TRANSPORT
             encode = Tokenizer.from_file(f"{folder}/tokenizer.json").encode
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             few: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}}
@@ -232,13 +234,14 @@ def main(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers to this file.")
     ] = None,
-    transport: Annotated[
-        str, typer.Option(help="Options of the bare ingress's handle, as JSON.")
-    ] = "{}",
+    serve_default: Annotated[
+        bool,
+        typer.Option("--serve-default", help="Bare ingress over Ray objects, Serve's default."),
+    ] = False,
 ) -> None:
     """Measure what the router adds; ends with 1 when a target is missed."""
     console = Console(highlight=False)
-    with deployed(console, json.loads(transport), max_chunks_per_s) as (endpoints, engine):
+    with deployed(console, serve_default, max_chunks_per_s) as (endpoints, engine):
         clients = Clients()
         try:
             with Progress(console=console, transient=True) as progress:

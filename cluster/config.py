@@ -127,6 +127,26 @@ class ModelConfig(Node):
         return self
 
 
+class ScalingConfig(Node):
+    """When mappers come and go by themselves: by the time that the waiting work will take."""
+
+    min_replicas: PositiveInt = Field(1, description="Never fewer.")
+    max_replicas: PositiveInt | None = Field(
+        None, description="Never more. Unset: as many as `deployments:` says, always."
+    )
+    target_backlog_s: PositiveFloat = Field(
+        1.0, description="Seconds of mapping that may wait per replica before more are added."
+    )
+    upscale_delay_s: PositiveFloat = Field(5.0, description="How long it has to be too much.")
+    downscale_delay_s: PositiveFloat = Field(120.0, description="How long it has to be too little.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ScalingConfig:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below {self.min_replicas}")
+        return self
+
+
 class MapperConfig(Node):
     """The deployment that reads, converts and writes KV blocks."""
 
@@ -151,6 +171,7 @@ class MapperConfig(Node):
         4, description="Handoffs that one replica works on; each owns a part of its pool."
     )
     max_queued_handoffs: PositiveInt = Field(64, description="Further ones that wait in line.")
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
 
@@ -318,5 +339,19 @@ def load_serve_config(path: Path) -> tuple[dict[str, Any], CascadeConfig]:
         raise ConfigError(f"{path}: `applications:` is missing; this is no Serve config")
     for application in applications:
         if isinstance(application, dict) and application.get("import_path") == IMPORT_PATH:
-            return document, parse_cascade_config(application.get("args") or {}, where="args")
+            config = parse_cascade_config(application.get("args") or {}, where="args")
+            _check_overrides(path, config, application.get("deployments") or [])
+            return document, config
     raise ConfigError(f"{path}: no application has `import_path: {IMPORT_PATH}`")
+
+
+def _check_overrides(path: Path, config: CascadeConfig, overrides: list[dict[str, Any]]) -> None:
+    """Serve lets `deployments:` win over the builder, also where both say how many mappers."""
+    scaled = config.mapper.scaling.max_replicas is not None
+    for entry in overrides:
+        mapper = entry.get("name") in ("mapper", "mapper_back")
+        if scaled and mapper and ("num_replicas" in entry or "autoscaling_config" in entry):
+            raise ConfigError(
+                f"{path}: deployments.{entry['name']} sets replicas and so does "
+                "args.mapper.scaling: drop one of them"
+            )

@@ -97,7 +97,10 @@ class Order:
 
 
 class Handoffs:
-    """Conducts handoffs on the mappers of a fleet and counts them."""
+    """Conducts handoffs on the mappers of a fleet and counts them.
+
+    `held_up` are those that hold a mapper's place and wait for blocks of the target.
+    """
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class Handoffs:
         self._cost = cost
         self._rules = rules
         self._share = FairShare(env, window)
+        self.held_up = Level(window)
         self.outcomes: Counter[str] = Counter()
         self.moved_tokens = 0
 
@@ -135,7 +139,9 @@ class Handoffs:
         part = 1 / self._cost.stages
         for number, start in enumerate(starts):
             if number == len(starts) - 1:
+                self.held_up.add(1, env.now)
                 yield order.allocated | lease
+                self.held_up.add(-1, env.now)
                 if not order.allocated.triggered:
                     self._mappers.give(mapper)
                     self._fail(order)

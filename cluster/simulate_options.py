@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from cluster.errors import ConfigError
 
@@ -111,6 +110,8 @@ MeasuredFile = Annotated[
 
 def parse_lengths(text: str, option: str) -> Lengths:
     """`median,p95` as lengths; ConfigError names the option."""
+    from pydantic import ValidationError
+
     from cluster.simulate_spec import Lengths
 
     try:
@@ -155,6 +156,8 @@ def make_setup(
 def _rules(
     given: Mapping[str, Any], scenario: Scenario, gpu_memory_gb: float, support: Support
 ) -> Rules:
+    from pydantic import ValidationError
+
     from cluster.simulate_spec import Rules
 
     defaulted = {

@@ -53,8 +53,16 @@ def _draw_times(panel: Axes, report: SimulationReport, field: str, title: str) -
         p99_s = [value.p99_s for _, value in known]
         p50_s = [value.p50_s for _, value in known]
         # The small pools of both cascades see the same, so one line lies on the other.
-        wide = 4.0 if one.variant == "handoff" else 1.6
-        panel.plot(rates, p99_s, color=colour, marker="o", linewidth=wide, label=f"{name}, p99")
+        wide = 3.2 if one.variant == "handoff" else 1.6
+        panel.plot(
+            rates,
+            p99_s,
+            color=colour,
+            marker="o",
+            markersize=4,
+            linewidth=wide,
+            label=f"{name}, p99",
+        )
         panel.plot(rates, p50_s, color=colour, linestyle="--", linewidth=wide, label=f"{name}, p50")
         full = [(point.rate, value.p99_s) for point, value in known if point.saturated is not None]
         panel.plot(

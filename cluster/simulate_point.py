@@ -55,7 +55,15 @@ def saturated(fleet: Fleet) -> Pool | None:
         beyond = after - before - _CHANCE_DEVIATIONS * math.sqrt(before + 1)
         if beyond > _GROWTH * arrived:
             shares.append(((after - before) / max(1, arrived), pool))
-    return max(shares)[1] if shares else None
+    if not shares:
+        return None
+    worst = max(shares)[1]
+    if worst == "mapper":
+        # Handoffs that wait for the target's blocks hold the mappers' places.
+        places = len(fleet.mappers) * fleet.setup.rules.concurrent_handoffs
+        if fleet.handoffs.held_up.measured > places * fleet.window.seconds / 2:
+            return "large"
+    return worst
 
 
 def _late(timed: dict[str, Percentiles | None], targets: Targets) -> bool:

@@ -66,16 +66,23 @@ def first_guess(
         cost = setup.engine(pool)
         work_s = 0.0
         for one in requests:
-            if pool == "large" and variant != "all_large" and not one.escalates:
-                continue
-            written = one.answer_tokens if variant == "all_large" else one.small_tokens
-            if pool == "large" and variant != "all_large":
-                written = one.large_tokens
-            read = 1 if pool == "large" and variant == "handoff" else one.prompt_tokens
-            context = one.prompt_tokens * _BATCH
-            work_s += cost.step_s(0, 0, cost.read_flop(0, read), read, 0)[0] if read > 1 else 0
-            work_s += written * cost.step_s(_BATCH, context, 0.0, 0, 0)[0] / _BATCH
+            read, written = _asked(variant, pool, one)
+            if read:
+                work_s += cost.step_s(0, 0, cost.read_flop(0, read), read, 0)[0]
+            step_s, _ = cost.step_s(_BATCH, one.prompt_tokens * _BATCH, 0.0, 0, 0)
+            work_s += written * step_s / _BATCH
     return max(1, math.ceil(rate * work_s / len(requests)))
+
+
+def _asked(variant: Variant, pool: Pool, one: Request) -> tuple[int, int]:
+    """Tokens that a request has a pool of engines read and write."""
+    if variant == "all_large":
+        return one.prompt_tokens, one.answer_tokens
+    if pool == "small":
+        return one.prompt_tokens, one.small_tokens
+    if not one.escalates:
+        return 0, 0
+    return 0 if variant == "handoff" else one.prompt_tokens, one.large_tokens
 
 
 def _halve(
@@ -133,6 +140,9 @@ def _close(failed: int, passed: int) -> bool:
 def _passes(seen: Point, pool: Pool, variant: Variant, targets: Targets) -> bool:
     """Whether nothing that depends on this pool is late."""
     if pool == "mapper":
+        # A handoff is short, so a line of them that grows is not a fleet that still fills up.
+        if seen.saturated == "mapper":
+            return False
         limit_s = targets.first_token_s * _HANDOFF_SHARE
         return _within(seen.handoff, limit_s) and _within(
             seen.large_first_token, targets.first_token_s

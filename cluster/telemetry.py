@@ -1,12 +1,15 @@
-"""Traces and metrics: their names, where they go, and how a handoff becomes spans.
+"""Traces and metrics: their names and where they go.
 
 Spans follow OpenTelemetry's GenAI conventions and leave over OTLP/HTTP when a collector is
-configured. Metrics go through Ray to the node's Prometheus endpoint, which puts `ray_` before
-every name. It knows nothing of requests or policies: callers bring plain numbers.
+configured; `deployments/spans.py` says which there are. Metrics go through Ray to the node's
+Prometheus endpoint, which puts `ray_` before every name. It knows nothing of requests or policies:
+callers bring plain numbers.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -19,18 +22,31 @@ from cluster.config import TelemetryConfig
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
+PART = "kvcascade.part"
+"""Of a resource: the deployment whose replica made the span."""
+
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"
+MAX_TOKENS = "gen_ai.request.max_tokens"
+RESPONSE_ID = "gen_ai.response.id"
 RESPONSE_MODEL = "gen_ai.response.model"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+FIRST_TOKEN_S = "gen_ai.response.time_to_first_chunk"
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE = "error.type"
 DECISION_REASON = "kvcascade.decision.reason"
+HANDOFF_ID = "kvcascade.handoff.id"
 HANDOFF_OUTCOME = "kvcascade.handoff.outcome"
 HANDOFF_REASON = "kvcascade.handoff.reason"
 HANDOFF_TEMPERATURE = "kvcascade.handoff.temperature"
+HANDOFF_COVERED_TOKENS = "kvcascade.handoff.covered_tokens"
 HANDOFF_BYTES_READ = "kvcascade.handoff.bytes_read"
 HANDOFF_BYTES_WRITTEN = "kvcascade.handoff.bytes_written"
+HANDOFF_CHUNKS = "kvcascade.handoff.chunks"
+HANDOFF_STAGE_S = "kvcascade.handoff.{stage}_s"
 
 STAGES = ("ticket", "queue", "read", "map", "write", "wait_target", "admit", "total")
 """Values of the label `stage`. `total` is the router's clock from the decision to the large
@@ -39,8 +55,10 @@ model's first token, `admit` what is left of it after ticket and conversion."""
 HANDOFF_BOUNDARIES_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
-def make_tracer_provider(telemetry: TelemetryConfig) -> TracerProvider | None:
+def make_tracer_provider(telemetry: TelemetryConfig, part: str) -> TracerProvider | None:
     """A provider that exports to the configured collector, or None when there is none.
+
+    `part` names the deployment in what is exported, beside host and process id.
 
     The caller owns it: `shutdown()` sends what is still waiting. The process-wide provider is
     left alone, so Ray's and vLLM's own tracing are not redirected.
@@ -52,7 +70,13 @@ def make_tracer_provider(telemetry: TelemetryConfig) -> TracerProvider | None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=Resource.create({"service.name": telemetry.service_name}))
+    resource: dict[str, str | int] = {
+        "service.name": telemetry.service_name,
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        PART: part,
+    }
+    provider = TracerProvider(resource=Resource.create(resource))
     endpoint = telemetry.otlp_endpoint.rstrip("/") + "/v1/traces"
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
@@ -64,51 +88,23 @@ def make_tracer(provider: TracerProvider | None) -> trace.Tracer:
 
 
 def extract_context(headers: Mapping[str, str]) -> Context:
-    """The caller's W3C trace context in `headers` (lower-case names); empty when there is none."""
-    return TraceContextTextMapPropagator().extract(headers)
+    """The caller's W3C trace context in `headers` (lower-case names); empty when there is none.
 
-
-def traceparent_of(context: Context) -> str | None:
-    """The W3C `traceparent` of a context's span, or None when it has none."""
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier, context)
-    return carrier.get("traceparent")
-
-
-def emit_handoff_spans(
-    tracer: trace.Tracer,
-    parent: Context,
-    *,
-    started_unix_s: float,
-    stages_s: Mapping[str, float],
-    attributes: Mapping[str, str | int],
-) -> None:
-    """One `handoff` span under `parent` with a child per stage, laid out after the fact.
-
-    Reading, mapping and writing overlap; each is drawn from the start of the conversion with the
-    time it took in sum. `admit` is drawn at the end. Nothing is emitted without a `total`.
+    Never the context of whatever Ray or vLLM may be tracing around the call.
     """
-    if "total" not in stages_s:
-        return
-    end_s = started_unix_s + stages_s["total"]
-    span = tracer.start_span(
-        "handoff", parent, attributes=dict(attributes), start_time=_ns(started_unix_s)
-    )
-    inside = trace.set_span_in_context(span, parent)
-    ordered_s = started_unix_s + stages_s.get("ticket", 0.0)
-    converting_s = ordered_s + stages_s.get("queue", 0.0)
-    starts_s = {"ticket": started_unix_s, "queue": ordered_s}
-    for stage, duration_s in stages_s.items():
-        if stage == "total":
-            continue
-        start_s = end_s - duration_s if stage == "admit" else starts_s.get(stage, converting_s)
-        child = tracer.start_span(f"handoff.{stage}", inside, start_time=_ns(start_s))
-        child.end(_ns(start_s + duration_s))
-    span.end(_ns(end_s))
+    return TraceContextTextMapPropagator().extract(headers, Context())
 
 
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
+def context_of(traceparent: str | None) -> Context:
+    """The context that a `traceparent` names; empty for None."""
+    return Context() if traceparent is None else extract_context({"traceparent": traceparent})
+
+
+def traceparent_of(span: trace.Span) -> str | None:
+    """The W3C `traceparent` that makes others children of `span`; None when it is in no trace."""
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span, Context()))
+    return carrier.get("traceparent")
 
 
 class Metrics:

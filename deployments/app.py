@@ -11,11 +11,17 @@ from typing import Any, cast
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from cluster.config import CascadeConfig, ModelConfig, PlacementConfig, parse_cascade_config
+from cluster.scaling import autoscaling
 
 DEPLOYMENTS = ("router", "small", "large", "mapper", "mapper_back", "sessions")
 """Every deployment of the application; the last two only where the config asks for them."""
+
+
+ENGINE_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+"""All calls about one conversation reach the same replica: only that one has its blocks."""
 
 
 def build_cascade_app(args: dict[str, Any]) -> Application:
@@ -24,9 +30,11 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
     config = cascade.model_dump(mode="json")
     small = _engine(cascade.small, cascade).bind(config, "small")
     large = _engine(cascade.large, cascade).bind(config, "large")
-    handles = {"small": small, "large": large, "mapper": _mapper("mapper", cascade).bind(config)}
+    engines = {"small": small, "large": large}
+    handles = {**engines, "mapper": _mapper("mapper", cascade).bind(config, **engines)}
     if cascade.mapper.large_to_small is not None:
-        handles["mapper_back"] = _mapper("mapper_back", cascade).bind(config, True)
+        back = _mapper("mapper_back", cascade)
+        handles["mapper_back"] = back.bind(config, back=True, **engines)
     if cascade.sessions.shared:
         handles["sessions"] = _by_path(
             "deployments.sessions.SessionServer",
@@ -49,6 +57,9 @@ def _mapper(name: str, cascade: CascadeConfig) -> serve.Deployment:
     actor_options = _actor_options(settings.placement)
     if settings.num_gpus:
         actor_options["num_gpus"] = settings.num_gpus
+    options: dict[str, Any] = {}
+    if scaling := autoscaling(settings.scaling):
+        options["autoscaling_config"] = scaling
     return _by_path(
         "deployments.mapper.MapperServer",
         name=name,
@@ -56,6 +67,7 @@ def _mapper(name: str, cascade: CascadeConfig) -> serve.Deployment:
         ray_actor_options=actor_options,
         graceful_shutdown_timeout_s=cascade.handoff.deadline_s,
         health_check_timeout_s=60,
+        **options,
     )
 
 
@@ -91,6 +103,10 @@ def _engine(model: ModelConfig, cascade: CascadeConfig) -> serve.Deployment:
         ray_actor_options=actor_options,
         placement_group_bundles=bundles,
         placement_group_strategy="PACK",
+        request_router_config=RequestRouterConfig(
+            request_router_class=cast(Any, ENGINE_ROUTER),
+            request_router_kwargs={"num_fallback_replicas": 2},
+        ),
         **options,
         health_check_timeout_s=120,
     )

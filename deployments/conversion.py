@@ -32,7 +32,8 @@ from deployments.messages import (
     TargetBlocks,
     decode,
 )
-from deployments.pipeline import Pipeline, Slot, Workshop, slot_bytes
+from deployments.pipeline import Pipeline
+from deployments.workshop import Slot, Workshop, slot_bytes
 from mappers.geometry import KVGeometry
 from mappers.mapper import Mapper
 from router.ports import HandoffReport
@@ -94,6 +95,7 @@ class Converter:
         self.address = MapperAddress(
             address=f"tcp://{host}:{port}", generation=generation, mapper_id=mapper_id
         )
+        self._token_s: float | None = None
         self._running: dict[str, Pipeline] = {}
         self._ended: dict[str, float] = {}
         self._tasks: set[asyncio.Task[HandoffReport]] = set()
@@ -103,6 +105,15 @@ class Converter:
     def running(self) -> int:
         """Handoffs accepted and not over."""
         return len(self._running)
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds that the map needs for what was accepted and is not mapped yet.
+
+        At the rate of the latest handoffs; before the first one nothing is known and it is 0.
+        """
+        tokens = sum(pipeline.unmapped_tokens for pipeline in self._running.values())
+        return tokens * (self._token_s or 0.0)
 
     @property
     def pool_in_use_bytes(self) -> int:
@@ -179,6 +190,7 @@ class Converter:
             assert error is not None, "a pipeline that ends well has notified the target"
             raise _as_handoff_error(error)
         queue_s, tally = work.result() if not work.cancelled() else 0.0, pipeline.tally
+        self._learn(pipeline)
         return HandoffReport(
             covered_tokens=pipeline.target.result().num_tokens,
             bytes_read=tally.bytes_read,
@@ -192,6 +204,16 @@ class Converter:
             chunks=tally.chunks,
             cold=tally.cold,
         )
+
+    def _learn(self, pipeline: Pipeline) -> None:
+        """Remember what a token of the map took, the newer the more."""
+        token_s = pipeline.tally.map_s / max(1, pipeline.tally.mapped_tokens)
+        known = self._token_s
+        self._token_s = token_s if known is None else known + 0.3 * (token_s - known)
+
+    async def greet(self, layout: EngineLayout) -> bool:
+        """Shake hands with an engine before the first handoff needs it; False: known already."""
+        return await self._shop.connect(layout)
 
     async def _work(self, pipeline: Pipeline) -> float:
         """Wait for a slot and run; returns the seconds spent waiting."""

@@ -23,10 +23,11 @@ from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from cluster.config import parse_cascade_config
 from cluster.errors import EngineError
 from cluster.sources import resolve_model
-from cluster.telemetry import EngineMetrics
+from cluster.telemetry import EngineMetrics, make_tracer, make_tracer_provider
 from deployments.engine_setup import CascadeVLLMEngine, llm_config
-from deployments.messages import Ticket
+from deployments.messages import EngineLayout, Ticket
 from deployments.pacing import Pace
+from deployments.spans import Generation
 from deployments.tickets import TicketDesk
 from router.ports import EngineChunk, EngineRequest, TokenStep
 
@@ -57,6 +58,16 @@ class Engine(LLMServer):
         self._client = self.engine.client
         self._metrics = EngineMetrics()
         self._pace = Pace(self._model.max_chunks_per_s)
+        self._traces = make_tracer_provider(cascade.telemetry, role)
+        self._tracer = make_tracer(self._traces)
+
+    async def __del__(self) -> None:
+        """Serve calls and awaits it when the replica ends."""
+        if traces := getattr(self, "_traces", None):
+            # Beside the engine's own end, which a collector that is gone must not delay.
+            await asyncio.gather(super().__del__(), asyncio.to_thread(traces.shutdown))
+        else:
+            await super().__del__()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineChunk]:
         """Stream the answer to `request`; closing the stream aborts the request in vLLM."""
@@ -84,9 +95,11 @@ class Engine(LLMServer):
         prompt = tokens_input(list(request.prompt_token_ids), **salt)
         try:
             outputs = self._client.generate(prompt, params, request.request_id)
-            with self._pace.stream() as pause:
+            span = Generation(self._tracer, self._model.name, request)
+            with span, self._pace.stream() as pause:
                 async with aclosing(outputs):
                     async for output in outputs:
+                        span.saw(output)
                         yield _chunk(output)
                         if not output.finished:
                             await pause()
@@ -107,6 +120,10 @@ class Engine(LLMServer):
     async def release(self, request_id: str) -> None:
         """Nobody wants the ticket of this request: free its blocks."""
         await self._desk.release(request_id)
+
+    async def layout(self) -> EngineLayout:
+        """Where this replica keeps its KV, for mappers that shake hands before they have to."""
+        return await self._desk.layout()
 
     async def describe(self) -> dict[str, Any]:
         """What the engine is and what its KV pool holds (see `messages.Census`)."""

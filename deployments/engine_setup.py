@@ -1,15 +1,15 @@
 """How a vLLM engine is configured and started under Ray Serve LLM.
 
 Two things differ from Ray's own: the engine builds no OpenAI front (the router has it), and a CPU
-engine runs its one worker inside the engine core process (vLLM's `uni` executor), because the
+engine of one worker runs it inside the engine core process (vLLM's `uni` executor), because the
 multi-process executor spins a core while any request waits and costs one more import of vLLM.
+With tensor parallelism a CPU engine has that executor (`cpu_environment.py`); a GPU engine always
+has Ray's.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from ray.llm._internal.common.callbacks.base import CallbackBase
@@ -18,6 +18,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 from cluster.config import CascadeConfig, ModelConfig
 from cluster.sources import kv_bytes_per_token
+from deployments.cpu_environment import cpu_variables, environment, executor
 
 
 class NoNodeInit(CallbackBase):
@@ -102,41 +103,12 @@ class CascadeVLLMEngine(VLLMEngine):
         self._engine_client = cast(Any, self.client)
         self._running = True
 
-    @contextmanager
-    def _cpu_environment(self, vllm_config: Any) -> Iterator[None]:
+    def _cpu_environment(self, vllm_config: Any) -> AbstractContextManager[None]:
         """Threads and executor of a CPU engine, in the environment its core process inherits."""
-        parallel = vllm_config.parallel_config
         accelerator = self.llm_config.accelerator_config
         if accelerator is None or accelerator.kind != "cpu":
-            yield
-            return
-        variables: dict[str, str] = {}
+            return nullcontext()
+        parallel = vllm_config.parallel_config
+        parallel.distributed_executor_backend = executor(parallel.world_size)
         bind = self.llm_config.experimental_configs.get("kvcascade_cpu_threads_bind")
-        if parallel.world_size == 1:
-            parallel.distributed_executor_backend = "uni"
-            cores = _cores(bind) if bind else sorted(os.sched_getaffinity(0))
-            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            variables["OMP_NUM_THREADS"] = str(len(cores))
-            if bind:
-                variables["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
-        elif bind:
-            variables["VLLM_CPU_OMP_THREADS_BIND"] = bind
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-
-def _cores(bind: str) -> list[int]:
-    """Core numbers of `0-3,6`."""
-    cores: list[int] = []
-    for part in bind.split(","):
-        first, _, last = part.partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return cores
+        return environment(cpu_variables(parallel.world_size, bind))

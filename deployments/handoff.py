@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.errors import HandoffError, HandoffRefused, TransportError
 from deployments.messages import HandoffOrder, MapperAddress, Ticket
 from router.conversations import common_prefix_tokens
-from router.ports import HandoffReport
+from router.ports import HandoffReport, affinity_of
 
 
 class RayHandoffPort:
@@ -28,12 +28,18 @@ class RayHandoffPort:
         self._deadline_s = deadline_s
 
     async def begin(
-        self, *, source_request_id: str, token_ids: tuple[int, ...], held_tokens: int = 0
+        self,
+        *,
+        source_request_id: str,
+        token_ids: tuple[int, ...],
+        held_tokens: int = 0,
+        traceparent: str | None = None,
     ) -> RayHandoff:
         """See `router.ports.HandoffPort`."""
         started = time.perf_counter()
+        source = self._source.options(session_id=affinity_of(source_request_id))
         try:
-            ticket: Ticket | None = await self._source.take_ticket.remote(source_request_id)
+            ticket: Ticket | None = await source.take_ticket.remote(source_request_id)
         except Exception as error:
             raise _as_handoff_error(error, gone="source_gone") from error
         if ticket is None:
@@ -43,6 +49,7 @@ class RayHandoffPort:
             ticket=ticket,
             covered_tokens=common_prefix_tokens(ticket.token_ids, token_ids),
             first_token=held_tokens,
+            traceparent=traceparent,
         )
         stream = self._mapper.options(stream=True).convert.remote(order)
         try:
@@ -50,7 +57,7 @@ class RayHandoffPort:
                 address = await anext(aiter(stream))
         except BaseException as error:
             stream.cancel()
-            self._source.release.remote(source_request_id)
+            source.release.remote(source_request_id)
             if not isinstance(error, Exception):
                 raise
             raise _as_handoff_error(error, gone="mapper_gone") from error

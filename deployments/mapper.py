@@ -8,19 +8,34 @@ it is done and whose exception is the notice of its death.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
 from cluster.config import parse_cascade_config
+from cluster.errors import HandoffError
+from cluster.scaling import BACKLOG_S
 from deployments.messages import HandoffOrder, MapperAddress
+from deployments.spans import Conversion
 from router.ports import HandoffReport
+
+log = logging.getLogger("kvcascade.mapper")
+
+GREETING_RETRY_S = 1.0
+GREETING_PERIOD_S = 15.0
+GREETING_TIMEOUT_S = 30.0
 
 
 class MapperServer:
     """One mapper replica of one direction: to the large model, or `back` to the small one."""
 
-    async def __init__(self, config: dict[str, Any], back: bool = False) -> None:
+    async def __init__(
+        self, config: dict[str, Any], small: Any, large: Any, back: bool = False
+    ) -> None:
         # UCX reads its variables when the library loads, so they are set before anything else.
         cascade = parse_cascade_config(config)
         os.environ.update(cascade.transport.ucx_env)
@@ -28,7 +43,7 @@ class MapperServer:
         import torch
 
         from cluster.sources import model_folder, resolve_mapper
-        from cluster.telemetry import MapperMetrics
+        from cluster.telemetry import MapperMetrics, make_tracer, make_tracer_provider
         from deployments.conversion import Converter
         from deployments.layout import DTYPES
         from mappers.fingerprint import fingerprint
@@ -68,15 +83,46 @@ class MapperServer:
         )
         self._direction = "large_to_small" if back else "small_to_large"
         self._metrics = MapperMetrics()
+        self._greeting = asyncio.create_task(self._greet(small, large))
+        part = "mapper_back" if back else "mapper"
+        self._traces = make_tracer_provider(cascade.telemetry, part)
+        self._tracer = make_tracer(self._traces)
+
+    async def _greet(self, *engines: Any) -> None:
+        """Shake hands with every replica of both engines, now and when new ones have come.
+
+        So no user waits for a first handshake. An engine that does not answer is asked again.
+        """
+        while True:
+            complete = True
+            for handle in engines:
+                try:
+                    responses = handle.broadcast("layout")
+                    layouts = await responses.results_async(timeout_s=GREETING_TIMEOUT_S)
+                    complete &= bool(layouts)
+                    for layout in layouts:
+                        await self._converter.greet(layout)
+                except (RayError, RayServeException, TimeoutError, HandoffError) as error:
+                    log.info("not greeted yet: %s", error)
+                    complete = False
+            await asyncio.sleep(GREETING_PERIOD_S if complete else GREETING_RETRY_S)
 
     async def convert(self, order: HandoffOrder) -> AsyncIterator[MapperAddress | HandoffReport]:
         """See `Converter.convert`."""
         try:
-            async for item in self._converter.convert(order):
-                self._show_work()
-                yield item
+            with Conversion(self._tracer, self._direction, order) as span:
+                async for item in self._converter.convert(order):
+                    self._show_work()
+                    if isinstance(item, HandoffReport):
+                        span.done(item)
+                    yield item
         finally:
             self._show_work()
+
+    def __del__(self) -> None:
+        """Serve calls it when the replica ends."""
+        if traces := getattr(self, "_traces", None):
+            traces.shutdown()
 
     async def check_health(self) -> None:
         """Called by Serve every ten seconds; renews the gauges."""
@@ -103,5 +149,8 @@ class MapperServer:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: handoffs at work or waiting, for autoscaling on the mapper's own signal."""
-        return {"running_handoffs": float(self._converter.running)}
+        """Serve's hook: what `cluster.scaling.ByBacklog` reads, and the bytes in flight."""
+        return {
+            BACKLOG_S: self._converter.backlog_s,
+            "pool_in_use_bytes": float(self._converter.pool_in_use_bytes),
+        }

@@ -108,12 +108,14 @@ class NoTicket:
 @dataclass(frozen=True, kw_only=True)
 class HandoffOrder:
     """What the router asks of a mapper. `covered_tokens` leading tokens may be read; the target is
-    believed to want them from `first_token` on, and says so itself when it announces its blocks."""
+    believed to want them from `first_token` on, and says so itself when it announces its blocks.
+    `traceparent` is the W3C trace context that the work belongs to."""
 
     handoff_id: str
     ticket: Ticket
     covered_tokens: int
     first_token: int = 0
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Turns what the splice records into Prometheus metrics, OpenTelemetry spans and running totals.
 
-It knows the names in `cluster/telemetry.py` and nothing of engines or HTTP.
+It knows the names in `cluster/telemetry.py`, makes the router's part of the trace that
+`deployments/spans.py` describes, and knows nothing of engines or HTTP.
 """
 
 from __future__ import annotations
@@ -40,14 +41,26 @@ class Observer:
             telemetry.REQUEST_MODEL: model,
         }
         context = telemetry.extract_context(headers)
-        span = self.tracer.start_span(f"{operation} {model}", context, attributes=attributes)
+        span = self.tracer.start_span(
+            f"{operation} {model}", context, kind=trace.SpanKind.SERVER, attributes=attributes
+        )
         return Observation(self, span)
 
     def count(self, change: int) -> None:
         """Requests came (+) or went (-)."""
         self._in_flight += change
-        if self.metrics is not None:
-            self.metrics.set_in_flight(self._in_flight)
+        self.renew()
+
+    def renew(self) -> None:
+        """Set every gauge again; Ray forgets one that was not set for twenty seconds."""
+        if self.metrics is None:
+            return
+        self.metrics.set_in_flight(self._in_flight)
+        if self.running is not None:
+            self.metrics.set_fractions(
+                realised=self.running.realised_fraction, target=self.running.target_fraction
+            )
+            self.metrics.set_saved_prefill(self.running.saved_prefill_s)
 
 
 class Observation:
@@ -57,6 +70,8 @@ class Observation:
         self._observer = observer
         self._span = span
         self._ended = False
+        self._handoffs: dict[str, trace.Span] = {}
+        self.traceparent = telemetry.traceparent_of(span)
 
     def route(self, *, model: str, reason: str) -> None:
         """See `router.stats.Recorder`."""
@@ -68,39 +83,50 @@ class Observation:
         if metrics is None:
             return
         metrics.count_route(model=model, reason=reason)
-        if running is not None:
-            metrics.set_fractions(
-                realised=running.realised_fraction, target=running.target_fraction
-            )
+        self._observer.renew()
+
+    def open_handoff(self, started_unix_s: float) -> str | None:
+        """See `router.stats.Recorder`."""
+        if not self._span.is_recording():
+            return self.traceparent
+        span = self._observer.tracer.start_span(
+            "handoff", trace.set_span_in_context(self._span), start_time=_ns(started_unix_s)
+        )
+        traceparent = telemetry.traceparent_of(span)
+        assert traceparent is not None
+        self._handoffs[traceparent] = span
+        return traceparent
 
     def handoff(self, record: HandoffRecord) -> None:
         """See `router.stats.Recorder`."""
-        telemetry.emit_handoff_spans(
-            self._observer.tracer,
-            trace.set_span_in_context(self._span),
-            started_unix_s=record.started_unix_s,
-            stages_s=record.stages_s,
-            attributes={
-                telemetry.HANDOFF_OUTCOME: record.outcome,
-                telemetry.HANDOFF_REASON: record.reason or "none",
-                telemetry.HANDOFF_TEMPERATURE: record.temperature or "none",
-                telemetry.HANDOFF_BYTES_READ: record.bytes_read,
-                telemetry.HANDOFF_BYTES_WRITTEN: record.bytes_written,
-            },
-        )
+        if span := self._handoffs.pop(record.traceparent or "", None):
+            self._end_handoff(span, record)
         metrics, running = self._observer.metrics, self._observer.running
         if running is not None:
             running.handoff(record)
         if metrics is None:
             return
-        if running is not None:
-            metrics.set_saved_prefill(running.saved_prefill_s)
+        self._observer.renew()
         metrics.count_handoff(outcome=record.outcome, reason=record.reason)
         metrics.count_bytes(read=record.bytes_read, written=record.bytes_written)
         if record.outcome != "cancelled":
             metrics.observe_stages(
                 record.stages_s, path=record.outcome, temperature=record.temperature
             )
+
+    def _end_handoff(self, span: trace.Span, record: HandoffRecord) -> None:
+        """Router's times alone: the mapper tells its own."""
+        span.set_attribute(telemetry.HANDOFF_OUTCOME, record.outcome)
+        if record.reason is not None:
+            span.set_attribute(telemetry.HANDOFF_REASON, record.reason)
+        started_s, stages_s = record.started_unix_s, record.stages_s
+        if "ticket" in stages_s:
+            inside = trace.set_span_in_context(span)
+            ticket = self._observer.tracer.start_span(
+                "handoff.ticket", inside, start_time=_ns(started_s)
+            )
+            ticket.end(_ns(started_s + stages_s["ticket"]))
+        span.end(_ns(started_s + stages_s["total"]) if "total" in stages_s else None)
 
     def answered(self, *, input_tokens: int, output_tokens: int) -> None:
         """What the answer counted."""
@@ -116,3 +142,7 @@ class Observation:
             self._span.set_status(trace.StatusCode.ERROR, type(error).__name__)
         self._span.end()
         self._observer.count(-1)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

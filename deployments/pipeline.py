@@ -15,19 +15,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
 import torch
-import zmq.asyncio
 from torch import Tensor
 
 from cluster.errors import HandoffError, HandoffRefused
-from cluster.transport import Initiator, Peer, Transfer
+from cluster.transport import Transfer
 from deployments.control import ask
-from deployments.layout import DTYPES, EngineCodec, descriptors
+from deployments.layout import descriptors
 from deployments.messages import (
     Claim,
     EngineLayout,
@@ -35,67 +34,12 @@ from deployments.messages import (
     Release,
     TargetBlocks,
     Verdict,
-    WorkerLayout,
     done_notification,
 )
-from mappers.mapper import Mapper
+from deployments.workshop import Slot, Workshop, chunk_views, peer_of
 
 T = TypeVar("T")
 _CONTROL_TIMEOUT_S = 5.0
-_KEPT_CODECS = 16
-
-
-class Workshop:
-    """What all handoffs of one replica share: the map, the agent, one compute thread."""
-
-    def __init__(
-        self,
-        *,
-        mapper: Mapper,
-        initiator: Initiator,
-        device: torch.device,
-        context: zmq.asyncio.Context,
-        chunk_tokens: int,
-        block_grid_tokens: int,
-        deadline_s: float,
-    ) -> None:
-        self.mapper = mapper
-        self.initiator = initiator
-        self.device = device
-        self.context = context
-        self.chunk_tokens = chunk_tokens
-        self.block_grid_tokens = block_grid_tokens
-        self.deadline_s = deadline_s
-        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
-        self._codecs: dict[str, EngineCodec] = {}
-        self._agents: dict[str, set[str]] = {}
-
-    def codec(self, layout: EngineLayout) -> EngineCodec:
-        """The codec of an engine's blocks; the last few engines' are kept."""
-        if layout.generation not in self._codecs:
-            self._codecs[layout.generation] = EngineCodec(layout, self.device)
-            while len(self._codecs) > _KEPT_CODECS:
-                self._codecs.pop(next(iter(self._codecs)))
-        return self._codecs[layout.generation]
-
-    async def connect(self, layout: EngineLayout) -> bool:
-        """Connect to all workers of an engine; True when a handshake was needed.
-
-        A restarted engine is a new peer: what is known of the one before it is dropped.
-        """
-        cold = False
-        for worker in layout.workers:
-            cold |= await asyncio.wrap_future(self.initiator.connect(peer_of(worker)))
-        names = {worker.agent_name for worker in layout.workers}
-        for name in self._agents.get(layout.control_address, set()) - names:
-            self.initiator.forget(name)
-        self._agents[layout.control_address] = names
-        return cold
-
-
-def peer_of(worker: WorkerLayout) -> Peer:
-    """An engine worker as NIXL sees it."""
-    return Peer(name=worker.agent_name, metadata=worker.agent_metadata, memory=worker.memory)
 
 
 @dataclass(kw_only=True)
@@ -106,18 +50,11 @@ class Tally:
     bytes_read: int = 0
     bytes_written: int = 0
     chunks: int = 0
+    mapped_tokens: int = 0
     read_s: float = 0.0
     map_s: float = 0.0
     write_s: float = 0.0
     wait_target_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """Buffers of one handoff: two raw and two mapped ones, so that neighbours overlap."""
-
-    raw: tuple[Tensor, Tensor]
-    mapped: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +87,14 @@ class Pipeline:
     """The last WRITE is complete: the target has everything."""
     _in_flight: set[Future[Transfer]] = field(default_factory=set)
 
+    @property
+    def unmapped_tokens(self) -> int:
+        """Tokens that wait for the map, as far as is known."""
+        wanted = self.order.covered_tokens - self.order.first_token
+        if self.target.done() and not self.target.cancelled():
+            wanted = self.target.result().num_tokens
+        return max(0, wanted - self.tally.mapped_tokens)
+
     async def run(self, slot: Slot) -> None:
         """Convert everything the target wants; raises HandoffError (perhaps in a group)."""
         self.tally.cold = await self.shop.connect(self.order.ticket.layout)
@@ -179,7 +124,7 @@ class Pipeline:
         async for first, last in self._spans():
             pool = await free.get()
             block_ids = ticket.block_ids[first // size : -(-last // size)]
-            buffers = _views(pool, layout, len(block_ids))
+            buffers = chunk_views(pool, layout, len(block_ids))
             spent_s, done = await _timed(self._transfer("READ", layout, block_ids, buffers))
             self.tally.read_s += spent_s
             self.tally.bytes_read += done
@@ -236,6 +181,7 @@ class Pipeline:
         while (chunk := await raw.get()) is not None:
             spent_s, (k_LTHD, v_LTHD) = await _timed(self._compute(partial(self._apply, chunk)))
             self.tally.map_s += spent_s
+            self.tally.mapped_tokens += chunk.last_token - chunk.first_token
             free_raw.put_nowait(chunk.pool)
             spent_s, target = await _timed(self.target)
             self.tally.wait_target_s += spent_s
@@ -249,7 +195,7 @@ class Pipeline:
             pool = await free_mapped.get()
             size = target.layout.block_size_tokens
             lo, hi = ((token - target.start_token) // size for token in (first, last))
-            buffers = _views(pool, target.layout, hi - lo)
+            buffers = chunk_views(pool, target.layout, hi - lo)
             wanted = slice(first - chunk.first_token, last - chunk.first_token)
             k_LTHD, v_LTHD = k_LTHD[:, wanted], v_LTHD[:, wanted]
             spent_s, _ = await _timed(
@@ -346,27 +292,6 @@ class Pipeline:
                 self.shop.initiator.forget(worker.agent_name)
                 raise result
         return sum(result.bytes for result in results if isinstance(result, Transfer))
-
-
-def slot_bytes(mapper: Mapper, chunk_tokens: int, dtype: str) -> tuple[int, int]:
-    """Bytes of one raw and of one mapped buffer for chunks of so many tokens."""
-    item = DTYPES[dtype].itemsize
-    raw, mapped = (
-        g.layers * chunk_tokens * g.kv_heads * 2 * g.head_dim * item
-        for g in (mapper.source, mapper.target)
-    )
-    return raw, mapped
-
-
-def _views(pool: Tensor, layout: EngineLayout, blocks: int) -> list[Tensor]:
-    """`[L, B, H, S]` buffers of one chunk, one per rank, side by side in a pool piece."""
-    views, at = [], 0
-    for worker in layout.workers:
-        size = layout.layers * blocks * worker.block_bytes
-        flat = pool[at : at + size].view(DTYPES[worker.dtype])
-        views.append(flat.view(layout.layers, blocks, worker.kv_heads, -1))
-        at += size
-    return views
 
 
 def _queue_of(pieces: tuple[Tensor, ...]) -> asyncio.Queue[Tensor]:

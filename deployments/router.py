@@ -32,7 +32,7 @@ from router.calibration import read_calibration
 from router.conversations import DriftLimits, LocalSessions
 from router.job import Site
 from router.policies import RoutingState
-from router.ports import EngineChunk, EnginePort, EngineRequest
+from router.ports import EngineChunk, EnginePort, EngineRequest, affinity_of
 from router.running import Running
 from router.shadow import Shadow
 
@@ -41,18 +41,27 @@ log = logging.getLogger("kvcascade.router")
 HEALTH_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
 
+CHUNK_TRANSPORT = {
+    "_by_reference": False,
+    "request_serialization": "pickle",
+    "response_serialization": "pickle",
+}
+"""Options of a Serve handle (Ray 2.60, `DeploymentHandle.options`); the first is not public."""
+
 
 class RayEnginePort:
     """`router.ports.EnginePort` over the handle of an engine deployment."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self._handle = handle
-        self._stream = handle.options(stream=True)
+        # From replica to replica by gRPC: through Ray's objects a chunk costs twice the CPU time.
+        self._stream = handle.options(stream=True, **CHUNK_TRANSPORT)
         self._name = name
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         """See `router.ports.EnginePort`."""
-        stream = self._stream.generate.remote(request)
+        handle = self._stream.options(session_id=affinity_of(request.request_id))
+        stream = handle.generate.remote(request)
         ended = False
         try:
             async for chunk in stream:
@@ -72,7 +81,8 @@ class RayEnginePort:
     async def release(self, request_id: str) -> None:
         """See `router.ports.EnginePort`."""
         try:
-            await self._handle.release.remote(request_id)
+            handle = self._handle.options(session_id=affinity_of(request_id))
+            await handle.release.remote(request_id)
         except (RayError, RayServeException) as error:
             # The engine's lease frees the blocks, or they died with the engine.
             log.warning("%s: release of %s failed: %s", self._name, request_id, error)
@@ -109,7 +119,7 @@ class Router:
         self._handles = {cascade.small.name: small, cascade.large.name: large, "mapper": mapper}
         optional = {"mapper_back": mapper_back, "sessions": sessions}
         self._handles |= {name: handle for name, handle in optional.items() if handle is not None}
-        self._traces = make_tracer_provider(cascade.telemetry)
+        self._traces = make_tracer_provider(cascade.telemetry, "router")
         metrics, routing = Metrics(), cascade.routing
         state, self._log = _routing(cascade, metrics.count_log_dropped)
         running = Running(
@@ -117,7 +127,7 @@ class Router:
             policy=routing.policy,
             target_fraction=state.target_fraction(routing),
         )
-        observer = Observer(metrics, make_tracer(self._traces), running)
+        observer = self._observer = Observer(metrics, make_tracer(self._traces), running)
         large_port = RayEnginePort(large, cascade.large.name)
         deadline_s, kept = cascade.handoff.deadline_s, cascade.sessions
         local = LocalSessions(max_tokens=kept.max_tokens, ttl_s=kept.ttl_s)
@@ -166,6 +176,10 @@ class Router:
         names = list(self._handles)
         states = await asyncio.gather(*(_state(self._handles[name]) for name in names))
         return dict(zip(names, states, strict=True))
+
+    async def check_health(self) -> None:
+        """Called by Serve every ten seconds; renews the gauges."""
+        self._observer.renew()
 
     async def _status(self) -> dict[str, Any]:
         return await cascade_status(serve.get_replica_context().app_name, self._handles)

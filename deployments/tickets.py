@@ -48,6 +48,10 @@ class TicketDesk:
         self._layout: asyncio.Future[EngineLayout] = asyncio.get_running_loop().create_future()
         self._task = asyncio.get_running_loop().create_task(self._collect())
 
+    async def layout(self) -> EngineLayout:
+        """Where the engine keeps its KV; raises TimeoutError when the core never said so."""
+        return await asyncio.wait_for(asyncio.shield(self._layout), _ANSWER_TIMEOUT_S)
+
     async def census(self) -> Census:
         """What the engine's KV pool is used for; raises TimeoutError when the core is silent."""
         answer = await self._ask_scheduler(AskCensus())
@@ -79,10 +83,8 @@ class TicketDesk:
 
     async def _ask_scheduler(self, message: AskCensus | Release) -> Any:
         """The answer of this engine's own scheduler half, once it has introduced itself."""
-        layout = await asyncio.wait_for(asyncio.shield(self._layout), _ANSWER_TIMEOUT_S)
-        return await ask(
-            self._context, layout.control_address, message, timeout_s=_ANSWER_TIMEOUT_S
-        )
+        address = (await self.layout()).control_address
+        return await ask(self._context, address, message, timeout_s=_ANSWER_TIMEOUT_S)
 
     def forget(self, request_id: str) -> None:
         """No answer will come for this request, or nobody wants it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
@@ -16,7 +15,7 @@ from cluster.errors import EngineError
 from router.conversations import ConversationTurn
 from router.job import Job, Site
 from router.policy import Role
-from router.ports import EngineChunk, EngineRequest, KeepRule
+from router.ports import EngineChunk, EngineRequest, KeepRule, new_request_id
 from router.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,9 @@ class Access:
         borrowed = None if self.borrowed is None else self.borrowed.request_id
         return borrowed or self._opened[1].request_id
 
+    def _new_id(self) -> str:
+        return new_request_id(None if self._job.turn is None else self._job.turn.affinity)
+
     def held_tokens(self, role: Role) -> int:
         """Leading tokens of the prompt that a model's engine should have."""
         turn = self._job.turn
@@ -51,23 +53,25 @@ class Access:
     ) -> EngineRequest:
         """A request for the whole answer by one model."""
         return EngineRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=self._new_id(),
             prompt_token_ids=self._job.prompt_token_ids,
             max_tokens=max_tokens,
             sampling=self._job.sampling(0, max_tokens),
             cache_salt=self._lineage(role) or self._job.salt,
             keep=keep,
             prompt_logprobs=prompt_logprobs,
+            traceparent=self._site.recorder.traceparent,
         )
 
     def continuation(self, sent_token_ids: list[int], max_tokens: int) -> EngineRequest:
         """A request that goes on after what was sent; a takeover chooses its cache."""
         return EngineRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=self._new_id(),
             prompt_token_ids=(*self._job.prompt_token_ids, *sent_token_ids),
             max_tokens=max_tokens,
             sampling=self._job.sampling(len(sent_token_ids), max_tokens),
             cache_salt=self._job.salt,
+            traceparent=self._site.recorder.traceparent,
         )
 
     def takeover(
@@ -131,12 +135,13 @@ class Access:
         if gain <= 0 or self._skip(role, gain) is not None:
             return None
         ask = EngineRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=self._new_id(),
             prompt_token_ids=request.prompt_token_ids[:known],
             max_tokens=1,
             sampling=self._job.sampling(0, 1),
             cache_salt=self._lineage(source) or self._job.salt,
             keep="always",
+            traceparent=self._site.recorder.traceparent,
         )
         try:
             async for _ in self._site.engine(source).generate(ask):

@@ -192,6 +192,7 @@ class ConversationTurn:
             before = None
         before = before or Conversation(key=key.key)
         self.session_id = key.session_id
+        self.affinity = key.key[:16]
         self.number = before.turns + 1
         self.last_model = before.last_model
         self._before = before

@@ -6,6 +6,7 @@ here knows how tokens are computed or how KV travels.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -15,6 +16,18 @@ from cluster.errors import HandoffError
 KeepRule = Literal["never", "on_abort", "always"]
 """When an engine keeps a request's KV for a handoff: at no end, when the request is
 aborted (an escalation in mid-answer), or at any end."""
+
+
+def new_request_id(affinity: str | None = None) -> str:
+    """An id for an engine request. All calls about requests of one `affinity` (no dash in it) go to
+    the same replica of the engine, for only that one knows them."""
+    return f"{affinity or uuid.uuid4().hex[:16]}-{uuid.uuid4().hex}"
+
+
+def affinity_of(request_id: str) -> str:
+    """What `new_request_id` put in front."""
+    return request_id.partition("-")[0]
+
 
 FinishReason = Literal["stop", "length"]
 """Why an engine ended an answer: the model's own end (or a stop token), or `max_tokens`."""
@@ -56,6 +69,7 @@ class EngineRequest:
 
     `sampling` is passed through unread (vLLM's SamplingParams); `max_tokens` here is what counts.
     `cache_salt` separates prefix caches; `kv_transfer_params` is ours, never the client's.
+    `traceparent` is a W3C trace context, passed on unread.
     """
 
     request_id: str
@@ -66,6 +80,7 @@ class EngineRequest:
     keep: KeepRule = "never"
     kv_transfer_params: Mapping[str, Any] | None = None
     prompt_logprobs: bool = False
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +132,12 @@ class HandoffPort(Protocol):
     """Moves KV from one engine, the source, to the other one, the target."""
 
     async def begin(
-        self, *, source_request_id: str, token_ids: tuple[int, ...], held_tokens: int = 0
+        self,
+        *,
+        source_request_id: str,
+        token_ids: tuple[int, ...],
+        held_tokens: int = 0,
+        traceparent: str | None = None,
     ) -> Handoff:
         """Stop the source's request if it still runs, take its ticket and order the conversion.
 

@@ -27,6 +27,8 @@ from router.ports import (
     Handoff,
     HandoffPort,
     HandoffReport,
+    affinity_of,
+    new_request_id,
 )
 from router.stats import HandoffRecord, Recorder
 
@@ -64,6 +66,7 @@ class Takeover:
     lineage: str | None = None
     held_tokens: int = 0
     _started_unix_s: float = field(default_factory=time.time)
+    _traceparent: str | None = None
     _reason: str | None = None
     _handoff: Handoff | None = None
     _given_up: bool = False
@@ -102,6 +105,7 @@ class Takeover:
         mapped_s = self.forecast.mapped_s(missing_tokens)
         recompute_s = self.forecast.recompute_s(missing_tokens)
         self._predicted = Prediction(mapped=_ms(mapped_s), recompute=_ms(recompute_s))
+        self._traceparent = self.recorder.open_handoff(self._started_unix_s)
         self._reason = self.skip or await self._begin()
         first: EngineChunk | None = None
         if self._reason is None:
@@ -145,6 +149,7 @@ class Takeover:
                 source_request_id=self.source_request_id,
                 token_ids=self.request.prompt_token_ids,
                 held_tokens=self.held_tokens,
+                traceparent=self._traceparent,
             )
         except Exception as error:
             return _reason_of(error)
@@ -181,7 +186,7 @@ class Takeover:
         # After a failure nothing of the attempt may be found: a late WRITE could have hit it.
         self._sent = replace(
             self.request,
-            request_id=uuid.uuid4().hex,
+            request_id=new_request_id(affinity_of(self.request.request_id)),
             cache_salt=salt,
             kv_transfer_params=None if handoff is None else handoff.kv_transfer_params,
         )
@@ -244,6 +249,7 @@ class Takeover:
                 bytes_read=self._info.bytes_read,
                 bytes_written=self._info.bytes_written,
                 predicted_recompute_s=None if expected_ms is None else expected_ms / 1000.0,
+                traceparent=self._traceparent,
             )
         )
 

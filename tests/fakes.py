@@ -152,12 +152,19 @@ class FakeHandoffPort:
     begun: list[FakeHandoff] = field(default_factory=list)
     calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     held_tokens: list[int] = field(default_factory=list)
+    traceparents: list[str | None] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
 
     async def begin(
-        self, *, source_request_id: str, token_ids: tuple[int, ...], held_tokens: int = 0
+        self,
+        *,
+        source_request_id: str,
+        token_ids: tuple[int, ...],
+        held_tokens: int = 0,
+        traceparent: str | None = None,
     ) -> FakeHandoff:
         self.calls.append((source_request_id, token_ids))
+        self.traceparents.append(traceparent)
         self.held_tokens.append(held_tokens)
         if self.begin_hangs:
             await asyncio.Event().wait()
@@ -173,10 +180,16 @@ class FakeHandoffPort:
 
 @dataclass
 class ListRecorder:
-    """Keeps what was recorded."""
+    """Keeps what was recorded. Handoffs are traced as `handoff-1` and so on, if anything is."""
 
     routes: list[tuple[str, str]] = field(default_factory=list)
     handoffs: list[HandoffRecord] = field(default_factory=list)
+    traceparent: str | None = None
+    opened: list[float] = field(default_factory=list)
+
+    def open_handoff(self, started_unix_s: float) -> str | None:
+        self.opened.append(started_unix_s)
+        return None if self.traceparent is None else f"handoff-{len(self.opened)}"
 
     def route(self, *, model: str, reason: str) -> None:
         self.routes.append((model, reason))

@@ -151,3 +151,13 @@ def test_every_key_has_a_description_or_is_a_section() -> None:
         return names
 
     assert lacking(CascadeConfig, "") == []
+
+
+def test_two_places_cannot_both_say_how_many_mappers(tmp_path: Path) -> None:
+    quickstart = Path(__file__).parents[2] / "cluster" / "quickstart.yaml"
+    document = yaml.safe_load(quickstart.read_text())
+    document["applications"][0]["args"]["mapper"]["scaling"] = {"max_replicas": 3}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigError, match=r"deployments\.mapper sets replicas and so does"):
+        load_serve_config(path)

@@ -166,6 +166,7 @@ def test_overload_is_seen_in_the_pool_that_cannot_keep_up() -> None:
     assert full("handoff", 60.0, small=2) == "small"
     assert full("reprefill", 40.0, small=12, large=1) == "large"
     slow = setup({"seconds": 60.0}, {"lease_s": 1e6}, link_gbps=5.0)
+    assert full("handoff", 40.0, small=12, large=1, mapper=1) == "large"
     lone = Replicas(small=12, large=8, mapper=1)
     assert point(ran(slow, "handoff", 40.0, lone), 40.0, Targets(), 3.0).saturated == "mapper"
 

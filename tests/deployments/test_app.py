@@ -96,3 +96,17 @@ def test_building_a_shipped_config_imports_neither_vllm_nor_torch(
         [sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+def test_mappers_scale_by_themselves_only_when_asked_to() -> None:
+    fixed = built(args())["mapper"]._deployment_config
+    assert fixed.autoscaling_config is None
+    mapper = {"small_to_large": "identity", "scaling": {"max_replicas": 3}}
+    scaled = built(args(mapper=mapper))["mapper"]._deployment_config.autoscaling_config
+    assert (scaled.min_replicas, scaled.max_replicas) == (1, 3)
+
+
+def test_engines_are_reached_by_conversation() -> None:
+    for role in ("small", "large"):
+        router = built(args())[role]._deployment_config.request_router_config
+        assert router.get_request_router_class().__name__ == "ConsistentHashRouter"

@@ -72,6 +72,11 @@ async def test_echo_puts_the_prompt_before_the_answer(desk: Desk, stream: bool) 
     assert "".join(c.text for part in parts for c in part.choices) == "Say it:" + SMALL_TEXT
 
 
+async def test_echoed_token_ids_come_back_as_text(desk: Desk) -> None:
+    answer = await desk.complete(prompt=desk.encode("Say it:"), echo=True)
+    assert answer.choices[0].text == "Say it:" + SMALL_TEXT
+
+
 async def test_logprobs_have_the_shape_of_completions(desk: Desk) -> None:
     logprobs = (await desk.complete(logprobs=1)).choices[0].logprobs
     assert logprobs.tokens[0] == "one"

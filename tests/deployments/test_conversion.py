@@ -240,6 +240,39 @@ async def test_the_second_handoff_between_two_engines_is_warm(
     assert colds == [True, False]
 
 
+async def test_an_engine_that_was_greeted_is_warm_from_the_first_handoff(
+    memories: list[EngineMemory], identity: Converter
+) -> None:
+    source, target = make(memories), make(memories)
+    source.fill(*kv(64), (0, 1))
+    order = order_for(source, 64, (0, 1))
+    assert await identity.greet(order.ticket.layout)
+    assert await identity.greet(target.layout)
+    assert not await identity.greet(target.layout)
+    report = await run(identity, order, target, start=0, tokens=64, block_ids=(2, 3))
+    assert not report.cold
+
+
+async def test_the_backlog_is_the_unmapped_tokens_at_the_measured_rate(
+    memories: list[EngineMemory], identity: Converter
+) -> None:
+    source, target = make(memories), make(memories)
+    source.fill(*kv(192), tuple(range(6)))
+    assert identity.backlog_s == 0.0
+    await run(identity, order_for(source, 64, (0, 1)), target, start=0, tokens=64, block_ids=(0, 1))
+    # Orders whose target has not spoken wait for the map of its first answer, then for the target.
+    orders = [order_for(source, 192, tuple(range(6))) for _ in range(4)]
+    streams = [identity.convert(order) for order in orders]
+    for stream in streams:
+        await anext(stream)
+    waiting = identity.backlog_s
+    assert waiting > 0.0
+    for stream in streams:
+        await stream.aclose()
+    await asyncio.sleep(0.3)
+    assert identity.backlog_s == 0.0
+
+
 async def test_a_restarted_engine_at_the_same_address_is_a_new_peer(
     memories: list[EngineMemory], identity: Converter
 ) -> None:

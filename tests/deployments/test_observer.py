@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -43,7 +45,7 @@ def watched(
     observer = Observer(metrics, provider.get_tracer("test"), running)  # type: ignore[arg-type]
     watch = observer.begin("cascade", {"traceparent": TRACEPARENT})
     watch.route(model="big", reason="low_margin")
-    watch.handoff(record)
+    watch.handoff(replace(record, traceparent=watch.open_handoff(record.started_unix_s)))
     watch.answered(input_tokens=7, output_tokens=9)
     watch.end()
     watch.end()
@@ -53,6 +55,7 @@ def watched(
 def test_a_request_is_a_genai_span_in_the_callers_trace() -> None:
     _, spans = watched(RECORD)
     span = spans["chat cascade"]
+    assert span.kind is trace.SpanKind.SERVER
     assert format(span.parent.span_id, "016x") == TRACEPARENT.split("-")[2]
     assert dict(span.attributes) == {
         "gen_ai.operation.name": "chat",
@@ -65,11 +68,30 @@ def test_a_request_is_a_genai_span_in_the_callers_trace() -> None:
     }
 
 
-def test_a_handoff_is_a_child_with_its_stages() -> None:
+def test_a_handoff_is_a_child_with_the_routers_times_and_no_others() -> None:
     _, spans = watched(RECORD)
-    assert spans["handoff"].parent.span_id == spans["chat cascade"].context.span_id
-    assert spans["handoff.read"].parent.span_id == spans["handoff"].context.span_id
-    assert spans["handoff"].attributes["kvcascade.handoff.bytes_written"] == 20
+    root, handoff, ticket = spans["chat cascade"], spans["handoff"], spans["handoff.ticket"]
+    assert set(spans) == {"chat cascade", "handoff", "handoff.ticket"}
+    assert handoff.parent.span_id == root.context.span_id
+    assert ticket.parent.span_id == handoff.context.span_id
+    assert (handoff.start_time, handoff.end_time) == (50_000_000_000, 50_500_000_000)
+    assert (ticket.start_time, ticket.end_time) == (50_000_000_000, 50_100_000_000)
+    assert dict(handoff.attributes) == {"kvcascade.handoff.outcome": "mapped"}
+
+
+def test_two_handoffs_at_once_keep_their_spans_apart() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    watch = Observer(None, provider.get_tracer("test")).begin("cascade", {})
+    first, second = watch.open_handoff(1.0), watch.open_handoff(2.0)
+    failed = replace(RECORD, outcome="recompute", reason="expired", started_unix_s=2.0)
+    watch.handoff(replace(failed, traceparent=second))
+    watch.handoff(replace(RECORD, started_unix_s=1.0, traceparent=first))
+    ended = [span for span in exporter.get_finished_spans() if span.name == "handoff"]
+    assert [span.start_time for span in ended] == [2_000_000_000, 1_000_000_000]
+    assert ended[0].attributes["kvcascade.handoff.reason"] == "expired"
+    assert format(ended[1].context.span_id, "016x") == first.split("-")[2]
 
 
 def test_metrics_count_the_route_the_handoff_and_one_request_in_flight() -> None:
@@ -84,11 +106,11 @@ def test_metrics_count_the_route_the_handoff_and_one_request_in_flight() -> None
     ]
 
 
-def test_a_cancelled_escalation_adds_no_times() -> None:
+def test_a_cancelled_escalation_adds_no_times_and_says_so_in_its_span() -> None:
     cancelled = HandoffRecord(outcome="cancelled", reason=None, started_unix_s=0, stages_s={})
     metrics, spans = watched(cancelled)
     assert "observe_stages" not in dict(metrics.calls)
-    assert "handoff" not in spans
+    assert spans["handoff"].attributes["kvcascade.handoff.outcome"] == "cancelled"
 
 
 def test_running_totals_are_kept_and_published_as_gauges() -> None:

@@ -268,7 +268,7 @@ async def test_nesting_that_tools_need_is_read() -> None:
 
 
 async def statuses_of(chat: FakeChat, body: bytes, *, whole: bool = True) -> list[int]:
-    """The statuses of one request whose client leaves while it is worked on."""
+    """The statuses of one request whose client leaves while it is worked on, and of the next."""
     messages = [{"type": "http.request", "body": body, "more_body": not whole}]
     found: list[int] = []
 
@@ -292,18 +292,20 @@ async def statuses_of(chat: FakeChat, body: bytes, *, whole: bool = True) -> lis
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
     }
-    app: Any = client(chat)._transport
+    limited = client(chat, max_requests=1)
+    app: Any = limited._transport
     await asyncio.wait_for(app.app(scope, receive, send), 10)
+    found.append((await limited.post(CHAT, json={})).status_code)
     return found
 
 
 async def test_a_client_that_leaves_before_its_answer_stops_the_work(caplog: Any) -> None:
     chat = FakeChat()
-    assert await statuses_of(chat, json.dumps({"hang": True}).encode()) == [499]
+    assert await statuses_of(chat, json.dumps({"hang": True}).encode()) == [499, 200]
     assert chat.working == 0
     assert not caplog.records
 
 
 async def test_a_client_that_leaves_within_its_body_is_no_error(caplog: Any) -> None:
-    assert await statuses_of(FakeChat(), b'{"hang"', whole=False) == [499]
+    assert await statuses_of(FakeChat(), b'{"hang"', whole=False) == [499, 200]
     assert not caplog.records

@@ -18,7 +18,7 @@ from ray.exceptions import RayTaskError
 
 from cluster.errors import EngineError
 from deployments.router import RayEnginePort
-from router.ports import EngineChunk, EngineRequest
+from router.ports import EngineChunk, EngineRequest, new_request_id
 from tests.fakes import step
 
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), max_tokens=4)
@@ -52,10 +52,11 @@ class FakeHandle:
     def __init__(self, items: list[Any], release_error: Exception | None = None) -> None:
         self.stream = FakeStream(items)
         self.released: list[str] = []
+        self.options_seen: list[dict[str, Any]] = []
         self._release_error = release_error
 
-    def options(self, *, stream: bool) -> FakeHandle:
-        assert stream
+    def options(self, **options: Any) -> FakeHandle:
+        self.options_seen.append(options)
         return self
 
     @property
@@ -103,6 +104,18 @@ async def test_what_the_engine_raised_arrives_as_an_engine_error(cause: Exceptio
         async for _ in RayEnginePort(handle, "small").generate(REQUEST):
             pass
     assert type(caught.value) is EngineError
+
+
+async def test_all_calls_about_a_request_go_to_the_replica_that_knows_it() -> None:
+    handle = FakeHandle([EngineChunk(steps=(), finish_reason="stop")])
+    port = RayEnginePort(handle, "small")
+    request = EngineRequest(request_id=new_request_id("talk"), prompt_token_ids=(1,), max_tokens=1)
+    async for _ in port.generate(request):
+        pass
+    await port.release(request.request_id)
+    stream, *calls = handle.options_seen
+    assert stream["stream"] and stream["_by_reference"] is False
+    assert calls == [{"session_id": "talk"}] * 2
 
 
 async def test_a_failed_release_is_left_to_the_lease() -> None:

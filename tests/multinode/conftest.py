@@ -30,7 +30,7 @@ class Deployed:
     driver: Driver
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
     """Three nodes behind links of RATE_GBPS, deployed as their roles' resources say."""
     from rich.console import Console

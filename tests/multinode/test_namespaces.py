@@ -44,15 +44,15 @@ def test_a_killed_cluster_leaves_no_namespace_and_no_ray_behind(
     said = tmp_path / "said"
     command = ["bench/netns_cluster.py", "--nodes", "3", "--rate-gbps", "1", "--"]
     inside = f"echo $RAY_ADDRESS > {said}.new; mv {said}.new {said}; sleep 600"
-    with subprocess.Popen(
-        [sys.executable, *command, "sh", "-c", inside], cwd=repository, stderr=subprocess.PIPE
-    ) as process:
-        deadline = time.monotonic() + 120
+    process = subprocess.Popen([sys.executable, *command, "sh", "-c", inside], cwd=repository)
+    try:
+        deadline = time.monotonic() + 180
         while not said.exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         mine = f"kvc{process.pid}t"
-        assert sorted(name.partition("-")[2] for name in namespaces(mine)) == [
+        made = namespaces(mine)
+        assert sorted(name.partition("-")[2] for name in made) == [
             "head",
             "large",
             "mapper",
@@ -60,9 +60,10 @@ def test_a_killed_cluster_leaves_no_namespace_and_no_ray_behind(
         ]
         assert said.read_text() == "10.77.0.1:6379\n"
         assert len([one for one in raylets() if f"/{mine}" in one]) >= 3
-        prefix = namespaces(mine)[0].partition("-")[0] + "-"
-        process.send_signal(signal.SIGKILL)
-        wait_until_gone(prefix)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until_gone(f"{made[0].partition('-')[0]}-")
     assert [one for one in raylets() if f"/{mine}" in one] == []
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.collector import Collector
+
 NODES = ("small_node", "large_node", "mapper_node")
 
 
@@ -53,7 +55,17 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def cascade(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCascade]:
+def collector() -> Iterator[Collector]:
+    """Where every process of the cascade sends its spans."""
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def cascade(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[RealCascade]:
     """The quickstart config, its models and mapper on raylets of their own.
 
     Pools and deadlines are small, so that leaks show and tests of lost mappers end soon. The mapper
@@ -81,6 +93,7 @@ def cascade(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         args[role]["tool_call_parser"] = "hermes"
     args["mapper"]["large_to_small"] = str(back)
     args["sessions"] = {"shared": True}
+    args["telemetry"] = {"otlp_endpoint": collector.url}
     args["handoff"] = {"deadline_s": 12.0, "quarantine_s": 1.0, "lease_s": 6.0}
 
     nodes = Cluster(

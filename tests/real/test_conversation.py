@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from copy import deepcopy
 from typing import Any
@@ -66,7 +67,7 @@ async def test_every_turn_moves_no_more_than_itself(cascade: RealCascade) -> Non
         assert info["covered_tokens"] <= new_tokens + BLOCK
         assert info["bytes_read"] <= (new_tokens + 2 * BLOCK) * per_token
         before = answer["usage"]["total_tokens"]
-    wait_empty(cascade, timeout_s=20)
+    await asyncio.to_thread(wait_empty, cascade, timeout_s=20)
 
 
 async def test_the_small_model_gets_what_the_large_one_wrote(cascade: RealCascade) -> None:
@@ -81,14 +82,14 @@ async def test_the_small_model_gets_what_the_large_one_wrote(cascade: RealCascad
     back = await talk.say("Please go on. " * 30, escalate_after_tokens=20)
     assert back["cascade"]["handoff"]["path"] == "mapped"
     assert back["cascade"]["handoff"]["held_tokens"] >= large["usage"]["total_tokens"] - 1 - BLOCK
-    wait_empty(cascade, timeout_s=20)
+    await asyncio.to_thread(wait_empty, cascade, timeout_s=20)
 
 
 async def test_a_conversation_keeps_its_caches_on_another_router(cascade: RealCascade) -> None:
     original = cascade.document
     changed = deepcopy(original)
     changed["applications"][0]["deployments"].append({"name": "router", "num_replicas": 2})
-    cascade.deploy(changed)
+    await asyncio.to_thread(cascade.deploy, changed)
     try:
         talk = Talk(cascade, conversation(300, seed=43))
         before = (await talk.say(escalate_after_tokens=20))["usage"]["total_tokens"]
@@ -98,4 +99,4 @@ async def test_a_conversation_keeps_its_caches_on_another_router(cascade: RealCa
             assert answer["cascade"]["handoff"]["held_tokens"] >= before - 1 - BLOCK
             before = answer["usage"]["total_tokens"]
     finally:
-        cascade.deploy(original)
+        await asyncio.to_thread(cascade.deploy, original)

@@ -73,3 +73,21 @@ def test_every_metric_of_dashboard_and_alerts_is_scraped(cascade: RealCascade) -
     mapped = found.total("ray_kvcascade_handoff_total", outcome="mapped") or 0.0
     timed = found.total("ray_kvcascade_handoff_seconds_count", stage="total", path="mapped")
     assert mapped >= 1 and timed == mapped
+
+
+def test_gauges_stay_while_nothing_happens(cascade: RealCascade) -> None:
+    gauges = {
+        "ray_kvcascade_requests_in_flight",
+        "ray_kvcascade_realised_fraction",
+        "ray_kvcascade_saved_prefill_seconds",
+        "ray_kvcascade_pool_blocks",
+        "ray_kvcascade_mapper_running_handoffs",
+        "ray_kvcascade_mapper_pool_bytes",
+    }
+    asyncio.run(complete(cascade, conversation(300, 72)))
+    # Ray forgets a gauge that no process set for twice its export interval of ten seconds.
+    time.sleep(40)
+    deadline = time.monotonic() + 15
+    while missing := gauges - set(scrape().series):
+        assert time.monotonic() < deadline, f"forgotten: {sorted(missing)}"
+        time.sleep(1)

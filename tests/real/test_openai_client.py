@@ -163,7 +163,8 @@ def test_refusals_are_the_clients_own_errors(openai: OpenAI) -> None:
 def curl(cascade: RealCascade, path: str, *options: str, body: Any = None) -> str:
     data = [] if body is None else ["-H", "content-type: application/json", "-d", json.dumps(body)]
     command = ["curl", "-sS", "--noproxy", "*", *options, *data, f"{cascade.url}{path}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    # Not as text: Python would turn the line ends of HTTP into its own.
+    return subprocess.run(command, capture_output=True, timeout=240, check=True).stdout.decode()
 
 
 def curl_json(cascade: RealCascade, path: str, body: Any = None) -> dict[str, Any]:

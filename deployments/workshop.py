@@ -1,0 +1,103 @@
+"""What the handoffs of one mapper replica share: the map, the NIXL agent, buffers, one thread.
+
+It knows layouts and peers, and nothing of a handoff's course.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import zmq.asyncio
+from torch import Tensor
+
+from cluster.transport import Initiator, Peer
+from deployments.layout import DTYPES, EngineCodec
+from deployments.messages import EngineLayout, WorkerLayout
+from mappers.mapper import Mapper
+
+_KEPT_CODECS = 16
+
+
+class Workshop:
+    """What all handoffs of one replica share: the map, the agent, one compute thread."""
+
+    def __init__(
+        self,
+        *,
+        mapper: Mapper,
+        initiator: Initiator,
+        device: torch.device,
+        context: zmq.asyncio.Context,
+        chunk_tokens: int,
+        block_grid_tokens: int,
+        deadline_s: float,
+    ) -> None:
+        self.mapper = mapper
+        self.initiator = initiator
+        self.device = device
+        self.context = context
+        self.chunk_tokens = chunk_tokens
+        self.block_grid_tokens = block_grid_tokens
+        self.deadline_s = deadline_s
+        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
+        self._codecs: dict[str, EngineCodec] = {}
+        self._agents: dict[str, set[str]] = {}
+
+    def codec(self, layout: EngineLayout) -> EngineCodec:
+        """The codec of an engine's blocks; the last few engines' are kept."""
+        if layout.generation not in self._codecs:
+            self._codecs[layout.generation] = EngineCodec(layout, self.device)
+            while len(self._codecs) > _KEPT_CODECS:
+                self._codecs.pop(next(iter(self._codecs)))
+        return self._codecs[layout.generation]
+
+    async def connect(self, layout: EngineLayout) -> bool:
+        """Connect to all workers of an engine; True when a handshake was needed.
+
+        A restarted engine is a new peer: what is known of the one before it is dropped.
+        """
+        cold = False
+        for worker in layout.workers:
+            cold |= await asyncio.wrap_future(self.initiator.connect(peer_of(worker)))
+        names = {worker.agent_name for worker in layout.workers}
+        for name in self._agents.get(layout.control_address, set()) - names:
+            self.initiator.forget(name)
+        self._agents[layout.control_address] = names
+        return cold
+
+
+def peer_of(worker: WorkerLayout) -> Peer:
+    """An engine worker as NIXL sees it."""
+    return Peer(name=worker.agent_name, metadata=worker.agent_metadata, memory=worker.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Buffers of one handoff: two raw and two mapped ones, so that neighbours overlap."""
+
+    raw: tuple[Tensor, Tensor]
+    mapped: tuple[Tensor, Tensor]
+
+
+def slot_bytes(mapper: Mapper, chunk_tokens: int, dtype: str) -> tuple[int, int]:
+    """Bytes of one raw and of one mapped buffer for chunks of so many tokens."""
+    item = DTYPES[dtype].itemsize
+    raw, mapped = (
+        g.layers * chunk_tokens * g.kv_heads * 2 * g.head_dim * item
+        for g in (mapper.source, mapper.target)
+    )
+    return raw, mapped
+
+
+def chunk_views(pool: Tensor, layout: EngineLayout, blocks: int) -> list[Tensor]:
+    """`[L, B, H, S]` buffers of one chunk, one per rank, side by side in a pool piece."""
+    views, at = [], 0
+    for worker in layout.workers:
+        size = layout.layers * blocks * worker.block_bytes
+        flat = pool[at : at + size].view(DTYPES[worker.dtype])
+        views.append(flat.view(layout.layers, blocks, worker.kv_heads, -1))
+        at += size
+    return views
