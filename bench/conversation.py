@@ -31,6 +31,7 @@ from cluster.demo_client import Answer, ask, connect
 
 TURNS = 10
 ESCALATE_AFTER_TOKENS = 8
+_ESCALATES = {"escalate_after_tokens": ESCALATE_AFTER_TOKENS, "recompute": False}
 MAX_TOKENS = 32
 Message = dict[str, str]
 Chat = Callable[[list[Message], dict[str, Any]], Answer]
@@ -95,7 +96,11 @@ def opening() -> str:
 def warm_up(chat: Chat) -> None:
     """One handoff in another session, because a deployment's first one shakes hands."""
     session = f"bench-{uuid.uuid4().hex}"
-    how = {"escalate_after_tokens": ESCALATE_AFTER_TOKENS, "session_id": session}
+    how = {
+        "escalate_after_tokens": ESCALATE_AFTER_TOKENS,
+        "session_id": session,
+        "recompute": False,
+    }
     chat([{"role": "user", "content": f"[{session}] {_OPENING}"}], how)
 
 
@@ -115,7 +120,9 @@ def converse(chat: Chat, turns: int, progress: Callable[[range], Any] = iter) ->
         messages.append({"role": "user", "content": content})
         escalates = number % 2 == 1
         how: dict[str, Any] = (
-            {"escalate_after_tokens": ESCALATE_AFTER_TOKENS} if escalates else {"force": "small"}
+            {"escalate_after_tokens": ESCALATE_AFTER_TOKENS, "recompute": False}
+            if escalates
+            else {"force": "small"}
         )
         answer = chat(messages, how | {"session_id": session})
         native = None

@@ -100,7 +100,7 @@ def _report(
         chunk_tokens,
     )
     (out / "HANDOFF.md").write_text(text)
-    plot(rows, [run for run in found.runs if run.cold and run.good], out / "handoff.png")
+    plot(rows, [run for run in found.runs if run.first and run.good], out / "handoff.png")
     console.print(f"Page and picture are in {out}.")
     if json_path is not None:
         write_json(

@@ -44,9 +44,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Row:
-    """One cell, warm: medians of `runs` runs, the planner's time, and what explains the rest.
+    """One cell without first handoffs: medians of `runs` runs, and the planner's time.
 
-    `terms_ms` add up to what was measured less what was predicted.
+    `terms_ms` explain the difference: they add up to what was measured less what was predicted.
     """
 
     place: str | None
@@ -82,7 +82,7 @@ class Planner:
         self, source: Architecture, target: Architecture, k: int, runs: Sequence[Run]
     ) -> None:
         self.source, self.target, self._k = source, target, k
-        self._runs = [run for run in runs if run.good and not run.cold]
+        self._runs = [run for run in runs if run.good and not run.first]
 
     @cached_property
     def rates(self) -> Rates:

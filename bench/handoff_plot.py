@@ -51,10 +51,10 @@ def _draw(panel: Axes, place: str, rows: Sequence[Row], cold: Sequence[Run]) -> 
 
     here = [row for row in rows if row.place == place]
     rates = sorted({row.rate_gbps for row in here}, key=rate_order)
-    places = range(len(rates))
     for colour, tokens in zip(_COLOURS, sorted({row.tokens for row in here}), strict=False):
         by_rate = {row.rate_gbps: row for row in here if row.tokens == tokens}
-        line = [by_rate[rate] for rate in rates]
+        line = [by_rate[rate] for rate in rates if rate in by_rate]
+        at = [number for number, rate in enumerate(rates) if rate in by_rate]
         middle = [row.measured_ms / 1e3 for row in line]
         spread = [
             [(row.measured_ms - row.least_ms) / 1e3 for row in line],
@@ -62,7 +62,7 @@ def _draw(panel: Axes, place: str, rows: Sequence[Row], cold: Sequence[Run]) -> 
         ]
         name = f"{line[0].prompt_tokens:,} tokens"
         panel.errorbar(
-            places,
+            at,
             middle,
             yerr=spread,
             color=colour,
@@ -71,7 +71,7 @@ def _draw(panel: Axes, place: str, rows: Sequence[Row], cold: Sequence[Run]) -> 
             label=f"{name}, mapped",
         )
         panel.plot(
-            places,
+            at,
             [row.predicted_ms / 1e3 for row in line],
             color=colour,
             linestyle="--",
@@ -86,14 +86,22 @@ def _draw(panel: Axes, place: str, rows: Sequence[Row], cold: Sequence[Run]) -> 
             )
     if cold:
         times = [run.handoff_ms / 1e3 for run in cold]
-        at = [len(rates) - 1] * len(times) if None in rates else [-0.3] * len(times)
-        label = f"{min(run.tokens for run in cold):,} tokens, cold"
-        panel.plot(at, times, "*", color="black", label=label)
+        # First handoffs are made without a limit.
+        right = len(rates) - 1 if None in rates else len(rates) - 0.5
+        label = f"{min(run.tokens for run in cold):,} tokens, first"
+        panel.plot([right] * len(times), times, "*", color="black", label=label)
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.set_xticks(list(places), [link_name(rate) for rate in rates])
+    panel.yaxis.set_minor_formatter(FuncFormatter(_two_and_five))
+    panel.set_xticks(range(len(rates)), [link_name(rate) for rate in rates])
     panel.set_title(f"mapper on {PLACE_NAMES[place]}", fontsize=10)
     panel.grid(True, which="both", axis="y", color="0.92", linewidth=0.7)
+
+
+def _two_and_five(value: float, _: int | None) -> str:
+    """Labels between powers of ten."""
+    shown = f"{value:g}"
+    return shown if shown.strip("0.") in ("2", "5") else ""
 
 
 def _legend_order(label: str) -> tuple[bool, int, str]:

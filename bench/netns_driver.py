@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 APPLICATION = "cascade"
 _DEPLOY_S = 400.0
 _RESTART_S = 120.0
-# A conversation ends at most so many tokens short of what is asked for.
-_MARGIN_TOKENS = 60
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Driver:
     def ask(
         self, tokens: int, seed: int, cascade: Mapping[str, Any], *, answer_tokens: int = 3
     ) -> Asked:
-        """Go on with a conversation of about `tokens` tokens; `seed` chooses which."""
+        """Go on with a conversation of at most `tokens` tokens; `seed` chooses which."""
         from router.api import CascadeInfo
 
         found = self._order(
@@ -152,7 +150,7 @@ class _Worker:
 
             folder = resolve_model("quickstart:large")
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        messages = long_conversation_messages(tokens + _MARGIN_TOKENS, self._tokenizer, seed)
+        messages = long_conversation_messages(tokens, self._tokenizer, seed)
         answer = ask(
             self._client,
             self._model,

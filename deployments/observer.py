@@ -52,7 +52,7 @@ class Observer:
         self.renew()
 
     def renew(self) -> None:
-        """Set every gauge again; Ray forgets one that was not set for twenty seconds."""
+        """Set every gauge; Ray forgets one that was not set for twenty seconds."""
         if self.metrics is None:
             return
         self.metrics.set_in_flight(self._in_flight)
@@ -83,7 +83,6 @@ class Observation:
         if metrics is None:
             return
         metrics.count_route(model=model, reason=reason)
-        self._observer.renew()
 
     def open_handoff(self, started_unix_s: float) -> str | None:
         """See `router.stats.Recorder`."""
@@ -106,7 +105,6 @@ class Observation:
             running.handoff(record)
         if metrics is None:
             return
-        self._observer.renew()
         metrics.count_handoff(outcome=record.outcome, reason=record.reason)
         metrics.count_bytes(read=record.bytes_read, written=record.bytes_written)
         if record.outcome != "cancelled":

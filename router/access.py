@@ -24,12 +24,16 @@ OTHER: dict[Role, Role] = {"small": "large", "large": "small"}
 
 
 class Access:
-    """The engines as one answer may use them. `mapped` false: never ask for a handoff."""
+    """The engines as one answer may use them.
 
-    def __init__(self, site: Site, job: Job, *, mapped: bool) -> None:
+    `recompute`: true never asks for a handoff, false asks for one also where reading is expected to
+    be quicker, None leaves it to the forecast.
+    """
+
+    def __init__(self, site: Site, job: Job, *, recompute: bool | None) -> None:
         self._site = site
         self._job = job
-        self._mapped = mapped
+        self._recompute = recompute
         self.borrowed: Takeover | None = None
         self._opened: tuple[Role, EngineRequest] | None = None
 
@@ -126,7 +130,7 @@ class Access:
         The other engine is asked for the promise with a request that reads nothing new.
         """
         source, turn = OTHER[role], self._job.turn
-        if turn is None or not self._mapped or self._site.handoffs_to(role) is None:
+        if turn is None or self._recompute or self._site.handoffs_to(role) is None:
             return None
         if request.prompt_logprobs:
             return None  # the engine has them only of what it reads itself
@@ -189,13 +193,17 @@ class Access:
 
     def _skip(self, role: Role, missing_tokens: int) -> str | None:
         """Why a model should rather read `missing_tokens` than have them mapped; None: map."""
-        if not self._mapped:
+        if self._recompute:
             return "requested"
         if missing_tokens < self._site.min_handoff_tokens:
             return "short"
         if self._job.turn is not None and self._job.turn.drifted(role):
             return "drift"
-        if self._site.forecasts[role].cheaper(missing_tokens, missing_tokens) == "recompute":
+        forecast = self._site.forecasts[role]
+        if (
+            self._recompute is None
+            and forecast.cheaper(missing_tokens, missing_tokens) == "recompute"
+        ):
             return "cheaper"
         return None
 

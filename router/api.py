@@ -28,8 +28,10 @@ class CascadeOptions(BaseModel):
         description="The small model writes so many tokens, then the large one goes on. "
         "0: the small model only reads the prompt.",
     )
-    recompute: bool = Field(
-        False, description="Escalate by reading the conversation again, without a handoff."
+    recompute: bool | None = Field(
+        None,
+        description="true: escalate by reading the conversation again. false: with a handoff even "
+        "where reading is expected to be quicker. Unset: the quicker of the two.",
     )
     policy: PolicyName | None = Field(
         None, description="What decides for this request instead of the configured policy."

@@ -23,6 +23,10 @@ LEAST = 3
 SPREAD = 1.25
 """How many times the shortest the longest of them has to be, so that a slope can be told."""
 
+REACH = 2.0
+"""A line says nothing of more tokens than so many times the most that were measured: reading costs
+more per token the longer it gets, and what was short says little of it."""
+
 FORGET = 0.95
 """Weight of a measurement relative to the next newer one of its path."""
 
@@ -58,11 +62,12 @@ class Line:
         self._fitted = False
 
     def at(self, tokens: int) -> float | None:
-        """Seconds for `tokens`; None while the measurements are too few or too much alike."""
+        """Seconds for `tokens`; None while the measurements are too few, too much alike, or all of
+        far fewer tokens."""
         if not self._fitted:
             self._line = self._fit()
             self._fitted = True
-        if self._line is None:
+        if self._line is None or tokens > REACH * max(one for one, _ in self._points):
             return None
         fixed_s, token_s = self._line
         return fixed_s + token_s * tokens

@@ -43,8 +43,8 @@ class Cascade:
         self._job = job
         # Who names a model and nothing else wants its own answer, not one on mapped KV.
         named = options.force is not None and options.escalate_after_tokens is None
-        mapped = not options.recompute and not named
-        self._access = Access(site, job, mapped=mapped)
+        recompute = True if named else options.recompute
+        self._access = Access(site, job, recompute=recompute)
         self._drift_handoffs = 0 if job.turn is None else job.turn.held("large").handoffs
         self._sent: list[int] = []
         self._by_model: dict[Role, int] = {"small": 0, "large": 0}

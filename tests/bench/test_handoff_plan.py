@@ -33,6 +33,7 @@ def mapped(place: str, rate_gbps: float | None, tokens: int, **changes: object) 
         place=place,
         rate_gbps=rate_gbps,
         tokens=tokens,
+        first=False,
         wanted="mapped",
         path="mapped",
         reason=None,
@@ -112,8 +113,8 @@ def test_the_term_that_changed_is_the_one_to_blame(stages: dict[str, float], bla
     assert reason(row, made.rates, 512).startswith("+")
 
 
-def test_cold_and_failed_runs_are_in_no_row() -> None:
-    cold = mapped("own", 1.0, 512, temperature="cold", handoff_ms=9e9)
+def test_first_and_failed_runs_are_in_no_row() -> None:
+    cold = mapped("own", 1.0, 512, temperature="cold", first=True, handoff_ms=9e9)
     failed = mapped("own", 1.0, 512, path="recompute", reason="mapper_gone", handoff_ms=9e9)
     made = planner(cold, failed, mapped("own", 1.0, 512), again(512, 800))
     assert [(row.place, row.runs) for row in made.rows()] == [("own", 1), (None, 1)]
@@ -122,7 +123,7 @@ def test_cold_and_failed_runs_are_in_no_row() -> None:
 
 
 def test_the_page_names_every_cell_and_what_went_wrong(tmp_path: Path) -> None:
-    cold = mapped("target", None, 560, temperature="cold", handoff_ms=4_200.0)
+    cold = mapped("target", None, 560, temperature="cold", first=True, handoff_ms=4_200.0)
     failed = mapped("own", 1.0, 560, path="recompute", reason="mapper_gone")
     slow = mapped("target", 0.1, 2_060, handoff_ms=60_000.0)
     quick = [mapped(place, None, n) for place in ("target", "own") for n in (560, 2_060)]
@@ -131,7 +132,7 @@ def test_the_page_names_every_cell_and_what_went_wrong(tmp_path: Path) -> None:
     made = planner(*runs)
     machine = {"cpu": "a processor", "cores": 2}
     text = page(made.rows(), runs, made.rates, machine, {"all": 120.0}, [1.0, 2.0], 512)
-    assert "| the target's node | 560 | 4.20 s |" in text
+    assert "| the target's node | 560 | 4.20 s | " in text and " | 1 of 1 |" in text
     assert "| the target's node | 0.1 Gb/s | 2,060 | 60.00 s (60.00 s to 60.00 s) |" in text
     assert "* 2,060 tokens, 0.1 Gb/s, the target's node: -6" in text
     assert "1 of 10 requests did not go the way that they should have (mapper_gone)" in text

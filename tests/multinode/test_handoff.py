@@ -25,9 +25,9 @@ def escalate(deployed: Deployed, **options: bool) -> tuple[HandoffInfo, dict[str
     """(the handoff that was reported, what each link carried meanwhile)."""
     before = counted(deployed)
     cascade = {"session_id": uuid.uuid4().hex, "escalate_after_tokens": 1, **options}
-    answer = deployed.driver.ask(2_000, 1, cascade)
+    answer = deployed.driver.ask(2_060, 1, cascade)
     moved = {name: after - before[name] for name, after in counted(deployed).items()}
-    assert 1_900 < answer.prompt_tokens < 2_100
+    assert 2_000 < answer.prompt_tokens <= 2_060
     assert [part.model for part in answer.cascade.served_by] == ["small", "large"]
     handoff = answer.cascade.handoff
     assert handoff is not None
@@ -47,8 +47,9 @@ def test_a_mapped_handoff_crosses_the_mappers_link_with_the_bytes_that_it_report
     handoff, moved = escalate(deployed)
     assert handoff.path == "mapped" and handoff.reason is None
     # Layers, keys and values, 3 KV heads, 64 elements of bf16: 15 layers here, 30 there.
-    assert handoff.bytes_read == handoff.covered_tokens * 15 * 2 * 3 * 64 * 2
     assert handoff.bytes_written == handoff.covered_tokens * 30 * 2 * 3 * 64 * 2
+    # Reading begins before the target has said that it takes the last blocks itself.
+    assert 0 <= handoff.bytes_read / (15 * 2 * 3 * 64 * 2) - handoff.covered_tokens <= 64
     assert moved["mapper"].received_bytes == pytest.approx(handoff.bytes_read, rel=0.1)
     assert moved["mapper"].sent_bytes == pytest.approx(handoff.bytes_written, rel=0.1)
     assert moved["head"].sent_bytes == pytest.approx(handoff.bytes_read, rel=0.1)

@@ -34,7 +34,7 @@ def wait_until_gone(prefix: str, *, timeout_s: float = 30.0) -> None:
 
 def raylets() -> list[str]:
     """Command lines of all raylets of clusters of namespaces."""
-    done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    done = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True)
     return [one for one in done.stdout.splitlines() if "/kvc" in one and "raylet" in one]
 
 

@@ -39,7 +39,7 @@ class Talk:
                     "messages": self._messages,
                     "temperature": 0,
                     "max_tokens": ANSWER_TOKENS,
-                    "cascade": {"session_id": self._id, **route},
+                    "cascade": {"session_id": self._id, "recompute": False, **route},
                 },
             )
         response.raise_for_status()

@@ -341,6 +341,8 @@ async def test_the_cheaper_way_is_taken_once_both_are_known() -> None:
     assert short.handoff is not None and long.handoff is not None
     assert (short.handoff.path, short.handoff.reason) == ("recompute", "cheaper")
     assert long.handoff.path == "mapped"
+    forced = await Talk().say(60, escalate_after_tokens=2, recompute=False)
+    assert forced.handoff is not None and forced.handoff.path == "mapped"
     assert short.handoff.predicted_ms.mapped == pytest.approx(1062.0)
     assert short.handoff.predicted_ms.recompute == pytest.approx(620.0)
 

@@ -92,10 +92,16 @@ def test_a_prediction_is_never_negative_and_never_falls_with_length(
     for tokens, seconds in points:
         line.observe(tokens, seconds)
     low, high = line.at(min(one, other)), line.at(max(one, other))
-    if low is None or high is None:
-        assert low is high
-    else:
-        assert 0.0 <= low <= high
+    if high is not None:
+        assert low is not None and 0.0 <= low <= high
+
+
+def test_nothing_is_said_of_far_more_tokens_than_were_measured() -> None:
+    line = Line()
+    for tokens in (100, 200, 400):
+        line.observe(tokens, tokens * 0.001)
+    assert line.at(800) == pytest.approx(0.8)
+    assert line.at(801) is None
 
 
 def chosen(forecast: Forecast, tokens: int) -> list[Literal["mapped", "recompute"] | None]:
