@@ -44,8 +44,8 @@ _HOW = """\
 * Each round visits every place. The first handoff after the mapper has moved, at once and without a
   limit, is in the table of cold handoffs only. A mapper shakes hands with the engines when it
   starts; where the first handoff came sooner, NIXL's handshakes are in its time.
-* Reading again moves no cache and is measured without a limit, after all handoffs of the same
-  deployment: while both are measured the router takes the quicker one by itself.
+* Reading again moves no cache and is measured at the end of each round, without a limit. Handoffs
+  are asked for with `recompute: false`: by itself the router would take the quicker way.
 * All nodes share {cores} cores. A link's own work (TCP, copies) is done by the same cores that map
   and read, so fast links are as slow as this machine makes them.
 * The planner is `cluster/plan.py` and `cluster/plan_pair.py` with this run's own rates: {rates}.

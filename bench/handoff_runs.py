@@ -85,8 +85,6 @@ def measure(matrix: Matrix, console: Console) -> Measured:
     """Start a cluster of four nodes, measure everything on it, and stop it again.
 
     Every round visits every place. The first handoff after the mapper has moved stands apart.
-    Reading again is measured last, because the router would begin to prefer it where it is
-    quicker; the handoffs are to be measured there too.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -101,7 +99,7 @@ def measure(matrix: Matrix, console: Console) -> Measured:
             bench.deploy()
             for number in range(matrix.rounds):
                 bench.round(number)
-            bench.read_again()
+            found.load_averages.append(os.getloadavg()[0])
             _lap(found, "measured", started)
     _lap(found, "all", started)
     return found
@@ -140,7 +138,10 @@ class _Bench:
         self._found.seconds["deploy"] = round(time.monotonic() - started, 1)
 
     def round(self, number: int) -> None:
-        """Every place, rate and length once; another place and rate comes first each time."""
+        """Every place, rate and length once, and every length by reading again.
+
+        Another place and rate comes first each time. Reading again moves no cache: no limit.
+        """
         matrix = self._matrix
         self._found.load_averages.append(os.getloadavg()[0])
         for place in _turned(matrix.places, number):
@@ -157,14 +158,9 @@ class _Bench:
                 self._limit(rate)
                 for tokens in matrix.tokens:
                     self._record(tokens, "mapped")
-
-    def read_again(self) -> None:
-        """Every length by reading again, without a limit: no cache crosses a link."""
         self._limit(None)
-        for _ in range(self._matrix.rounds):
-            for tokens in self._matrix.tokens:
-                self._record(tokens, "recompute")
-        self._found.load_averages.append(os.getloadavg()[0])
+        for tokens in matrix.tokens:
+            self._record(tokens, "recompute")
 
     def _move(self, place: str) -> None:
         places = {"small": "small", "large": "large", "mapper": PLACES[place]}

@@ -177,6 +177,8 @@ def _environment(network: Network, token: Path) -> dict[str, str]:
         key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")
     }
     return inherited | {
+        # The commands of this environment, `ray` and `kvcascade` among them.
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ADDRESS": f"{network.address(HEAD)}:{RAY_PORT}",

@@ -56,6 +56,7 @@ class Engine(LLMServer):
         )
         assert isinstance(self.engine, CascadeVLLMEngine)
         self._client = self.engine.client
+        self._requests = 0
         self._metrics = EngineMetrics()
         self._pace = Pace(self._model.max_chunks_per_s)
         self._traces = make_tracer_provider(cascade.telemetry, role)
@@ -75,6 +76,7 @@ class Engine(LLMServer):
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        self._requests += 1
         params = request.sampling.clone() if request.sampling else SamplingParams(temperature=0)
         params.max_tokens = request.max_tokens
         params.n = 1
@@ -132,6 +134,7 @@ class Engine(LLMServer):
             **asdict(await self._desk.census()),
             "pid": os.getpid(),
             "node_id": ray.get_runtime_context().get_node_id(),
+            "requests": self._requests,
             "role": self._role,
             "name": self._model.name,
             "source": str(self._source),

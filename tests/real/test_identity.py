@@ -158,7 +158,7 @@ async def test_more_than_half_the_pool_is_never_kept(pair: Pair) -> None:
     _, first = await pair.keep(pair.text_ids[: 40 * BLOCK], 1)
     _, second = await pair.keep(pair.text_ids[100 : 100 + 40 * BLOCK], 1)
     assert first is not None and second is None
-    await pair.source.desk.release(first.request_id)
+    await pair.source.desk.release(first.ticket_id)
     await pair.source.wait_empty(timeout_s=8)
 
 
