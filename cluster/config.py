@@ -127,6 +127,10 @@ class ModelConfig(Node):
         return self
 
 
+Place = Literal["own", "source", "target", "auto"]
+"""On whose nodes a mapper runs."""
+
+
 class ScalingConfig(Node):
     """When mappers come and go by themselves: by the time that the waiting work will take."""
 
@@ -172,6 +176,12 @@ class MapperConfig(Node):
     )
     max_queued_handoffs: PositiveInt = Field(64, description="Further ones that wait in line.")
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    place: Place = Field(
+        "own",
+        description="Nodes of the mapper to the large model: of its `own` placement, of its "
+        "`source` or `target` engine, or `auto`: where fewer bytes cross between nodes.",
+    )
+    place_back: Place = Field("own", description="The same for the mapper to the small model.")
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
 

@@ -15,6 +15,7 @@ from ray.serve.config import RequestRouterConfig
 
 from cluster.config import CascadeConfig, ModelConfig, PlacementConfig, parse_cascade_config
 from cluster.scaling import autoscaling
+from cluster.sources import kv_bytes_per_token
 
 DEPLOYMENTS = ("router", "small", "large", "mapper", "mapper_back", "sessions")
 """Every deployment of the application; the last two only where the config asks for them."""
@@ -52,9 +53,27 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
     return router.bind(config, **handles)
 
 
+def mapper_placement(cascade: CascadeConfig, *, back: bool) -> PlacementConfig:
+    """Where the mapper of one direction runs.
+
+    A mapper beside the target receives the source's cache over the network, one beside the source
+    sends the target's: `auto` takes the side for which that is less per token.
+    """
+    settings = cascade.mapper
+    place = settings.place_back if back else settings.place
+    source, target = (cascade.large, cascade.small) if back else (cascade.small, cascade.large)
+    if place == "auto":
+        read, written = (kv_bytes_per_token(one.source, one.dtype) for one in (source, target))
+        place = "target" if read <= written else "source"
+    if place == "own":
+        return settings.placement
+    beside = (source if place == "source" else target).placement
+    return beside.model_copy(update={"num_cpus": settings.placement.num_cpus})
+
+
 def _mapper(name: str, cascade: CascadeConfig) -> serve.Deployment:
     settings = cascade.mapper
-    actor_options = _actor_options(settings.placement)
+    actor_options = _actor_options(mapper_placement(cascade, back=name == "mapper_back"))
     if settings.num_gpus:
         actor_options["num_gpus"] = settings.num_gpus
     options: dict[str, Any] = {}

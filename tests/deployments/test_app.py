@@ -110,3 +110,39 @@ def test_engines_are_reached_by_conversation() -> None:
     for role in ("small", "large"):
         router = built(args())[role]._deployment_config.request_router_config
         assert router.get_request_router_class().__name__ == "ConsistentHashRouter"
+
+
+@pytest.mark.parametrize(
+    ("place", "back", "node"),
+    [
+        ("own", False, "mapper_node"),
+        ("source", False, "small_node"),
+        ("target", False, "large_node"),
+        ("source", True, "large_node"),
+        ("auto", False, "large_node"),
+        ("auto", True, "large_node"),
+    ],
+)
+def test_a_mapper_runs_where_it_is_put(
+    place: str, back: bool, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv_bytes = {"small-model": 163_840, "large-model": 262_144}
+    monkeypatch.setattr("deployments.app.kv_bytes_per_token", lambda source, _: kv_bytes[source])
+    models = {
+        role: {
+            **CPU_MODEL,
+            "name": role,
+            "source": f"{role}-model",
+            "placement": {"num_cpus": 3, "resources": {f"{role}_node": 0.01}},
+        }
+        for role in ("small", "large")
+    }
+    mapper = {
+        "small_to_large": "identity",
+        "large_to_small": "identity",
+        "place_back" if back else "place": place,
+        "placement": {"num_cpus": 0.5, "resources": {"mapper_node": 0.01}},
+    }
+    name = "mapper_back" if back else "mapper"
+    options = built(args(mapper=mapper, **models))[name]._replica_config.ray_actor_options
+    assert options["resources"] == {node: 0.01} and options["num_cpus"] == 0.5
