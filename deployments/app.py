@@ -21,7 +21,7 @@ DEPLOYMENTS = ("router", "small", "large", "mapper", "mapper_back", "sessions")
 """Every deployment of the application; the last two only where the config asks for them."""
 
 
-ENGINE_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+ENGINE_ROUTER = "deployments.session_router.SessionRouter"
 """All calls about one conversation reach the same replica: only that one has its blocks."""
 
 

@@ -15,8 +15,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.errors import HandoffError, HandoffRefused, TransportError
 from deployments.messages import HandoffOrder, MapperAddress, Ticket
+from deployments.replica_call import call_replica
 from router.conversations import common_prefix_tokens
-from router.ports import HandoffReport, affinity_of
+from router.ports import HandoffReport
 
 
 class RayHandoffPort:
@@ -37,9 +38,9 @@ class RayHandoffPort:
     ) -> RayHandoff:
         """See `router.ports.HandoffPort`."""
         started = time.perf_counter()
-        source = self._source.options(session_id=affinity_of(source_request_id))
+        asked = source_request_id, source_request_id
         try:
-            ticket: Ticket | None = await source.take_ticket.remote(source_request_id)
+            ticket: Ticket | None = await call_replica(self._source, "take_ticket", *asked)
         except Exception as error:
             raise _as_handoff_error(error, gone="source_gone") from error
         if ticket is None:
@@ -57,7 +58,7 @@ class RayHandoffPort:
                 address = await anext(aiter(stream))
         except BaseException as error:
             stream.cancel()
-            source.release.remote(source_request_id)
+            call_replica(self._source, "release", *asked)
             if not isinstance(error, Exception):
                 raise
             raise _as_handoff_error(error, gone="mapper_gone") from error

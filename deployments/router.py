@@ -26,13 +26,14 @@ from deployments.api_keys import load_api_keys
 from deployments.decision_log import DecisionLog
 from deployments.observer import Observer
 from deployments.openai_app import Service, build_http_app
+from deployments.replica_call import call_replica
 from deployments.sessions import SharedSessions
 from deployments.status import cascade_status
 from router.calibration import read_calibration
 from router.conversations import DriftLimits, LocalSessions
 from router.job import Site
 from router.policies import RoutingState
-from router.ports import EngineChunk, EnginePort, EngineRequest, affinity_of
+from router.ports import EngineChunk, EnginePort, EngineRequest
 from router.running import Running
 from router.shadow import Shadow
 
@@ -60,8 +61,7 @@ class RayEnginePort:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
         """See `router.ports.EnginePort`."""
-        handle = self._stream.options(session_id=affinity_of(request.request_id))
-        stream = handle.generate.remote(request)
+        stream = call_replica(self._stream, "generate", request.request_id, request)
         ended = False
         try:
             async for chunk in stream:
@@ -81,8 +81,7 @@ class RayEnginePort:
     async def release(self, request_id: str) -> None:
         """See `router.ports.EnginePort`."""
         try:
-            handle = self._handle.options(session_id=affinity_of(request_id))
-            await handle.release.remote(request_id)
+            await call_replica(self._handle, "release", request_id, request_id)
         except (RayError, RayServeException) as error:
             # The engine's lease frees the blocks, or they died with the engine.
             log.warning("%s: release of %s failed: %s", self._name, request_id, error)

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from cluster.config import CascadeConfig
 from cluster.sources import resolve_model
 from router.conversations import LocalSessions
+from router.forecast import Forecast
 from router.job import Site
 from tests.fakes import FakeHandoffPort, ScriptedEngine, step, steps
 
@@ -169,6 +170,8 @@ def desk(endpoint: tuple[Any, Any, dict[str, Any]], encode: Any) -> Iterator[Des
     async def nothing() -> Any:
         return {}
 
+    # Scripted engines answer in no time: a forecast made of that would never hand over.
+    site.forecasts.update(small=Forecast(), large=Forecast())
     made = Desk(encode, site=site, chat=chat)
     made.app = build_http_app(Service(chat=chat, health=nothing, metrics=nothing))
     made.answer()

@@ -109,7 +109,7 @@ def test_mappers_scale_by_themselves_only_when_asked_to() -> None:
 def test_engines_are_reached_by_conversation() -> None:
     for role in ("small", "large"):
         router = built(args())[role]._deployment_config.request_router_config
-        assert router.get_request_router_class().__name__ == "ConsistentHashRouter"
+        assert router.get_request_router_class().__name__ == "SessionRouter"
 
 
 @pytest.mark.parametrize(
