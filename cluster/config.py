@@ -1,8 +1,8 @@
 """The configuration: one tree, the `args:` of the Serve application, for laptop and cluster alike.
 
-Every default of the system stands here and in the part `cluster/routing_config.py`. Unknown keys
-are refused. This module knows nothing of Ray, vLLM or torch, so a configuration can be checked
-anywhere.
+Every default of the system stands here and in its parts, `mapper_config.py` and
+`routing_config.py`. Unknown keys are refused. This module knows nothing of Ray, vLLM or torch, so
+a configuration can be checked anywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from pydantic import (
 
 from cluster.config_base import Fraction as Fraction
 from cluster.config_base import Node
+from cluster.config_base import PlacementConfig as PlacementConfig
 from cluster.errors import ConfigError
+from cluster.mapper_config import MapperConfig as MapperConfig
+from cluster.mapper_config import ScalingConfig as ScalingConfig
 from cluster.routing_config import OnEscalate as OnEscalate
 from cluster.routing_config import PolicyName as PolicyName
 from cluster.routing_config import RoutingConfig as RoutingConfig
@@ -33,18 +36,6 @@ QUICKSTART = "quickstart:"
 """Prefix of a model source that `kvcascade models` prepares: `quickstart:small`, `...:large`."""
 
 
-class PlacementConfig(Node):
-    """Where the replicas of one deployment run, in Ray's own terms."""
-
-    num_cpus: float = Field(0.1, ge=0, description="CPUs that a replica reserves in Ray.")
-    resources: dict[str, float] = Field(
-        default_factory=dict, description="Custom Ray resources, as `{small_node: 0.01}`."
-    )
-    label_selector: dict[str, str] = Field(
-        default_factory=dict, description="Node labels, as `{kvcascade/role: small}`."
-    )
-
-
 class ModelConfig(Node):
     """One of the two models and the vLLM engine that hosts it."""
 
@@ -54,7 +45,10 @@ class ModelConfig(Node):
     )
     accelerator: Literal["cpu", "gpu"] = Field("gpu", description="What the engine computes on.")
     accelerator_type: str | None = Field(None, description="Ray's name of the GPU, as `H200`.")
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model.")
+    tensor_parallel_size: PositiveInt = Field(
+        1,
+        description="Workers that share the model: GPUs, or groups of cores of a CPU engine.",
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Weights and KV cache. Both models must agree."
     )
@@ -69,7 +63,9 @@ class ModelConfig(Node):
     )
     enable_prefix_caching: bool = Field(True, description="vLLM's exact prefix cache.")
     cpu_threads_bind: str | None = Field(
-        None, description="Cores of a CPU engine, as `0` or `0-3`. Unset: vLLM chooses."
+        None,
+        description="Cores of a CPU engine, as `0-3`, shared out among its workers, or each "
+        "worker's own as `0-1|2-3`. Unset: a NUMA node for each worker, or all cores shared out.",
     )
     tool_call_parser: str | None = Field(None, description="vLLM's tool parser, as `hermes`.")
     reasoning_parser: str | None = Field(None, description="vLLM's reasoning parser, as `qwen3`.")
@@ -125,64 +121,6 @@ class ModelConfig(Node):
         if self.accelerator == "cpu" and self.block_size_tokens % 32:
             raise ValueError("block_size_tokens: vLLM's CPU attention needs a multiple of 32")
         return self
-
-
-Place = Literal["own", "source", "target", "auto"]
-"""On whose nodes a mapper runs."""
-
-
-class ScalingConfig(Node):
-    """When mappers come and go by themselves: by the time that the waiting work will take."""
-
-    min_replicas: PositiveInt = Field(1, description="Never fewer.")
-    max_replicas: PositiveInt | None = Field(
-        None, description="Never more. Unset: as many as `deployments:` says, always."
-    )
-    target_backlog_s: PositiveFloat = Field(
-        1.0, description="Seconds of mapping that may wait per replica before more are added."
-    )
-    upscale_delay_s: PositiveFloat = Field(5.0, description="How long it has to be too much.")
-    downscale_delay_s: PositiveFloat = Field(120.0, description="How long it has to be too little.")
-
-    @model_validator(mode="after")
-    def _check(self) -> ScalingConfig:
-        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas {self.max_replicas} is below {self.min_replicas}")
-        return self
-
-
-class MapperConfig(Node):
-    """The deployment that reads, converts and writes KV blocks."""
-
-    small_to_large: str = Field(
-        description="Folder of a fitted mapper, `quickstart` or `identity` (same model twice)."
-    )
-    large_to_small: str | None = Field(
-        None,
-        description="The same for the way back, so that the small model need not read what the "
-        "large one wrote. Unset: it reads.",
-    )
-    device: str = Field("cpu", description="Torch device on which the map runs, as `cuda:0`.")
-    allow_refused: bool = Field(
-        False, description="Serve a mapper although its own test says `refuse`."
-    )
-    num_gpus: float = Field(0, ge=0, description="GPUs that a replica reserves in Ray.")
-    threads: PositiveInt = Field(1, description="CPU threads of the map.")
-    chunk_tokens: PositiveInt = Field(
-        512, description="Tokens read, mapped and written as one step of the pipeline."
-    )
-    max_concurrent_handoffs: PositiveInt = Field(
-        4, description="Handoffs that one replica works on; each owns a part of its pool."
-    )
-    max_queued_handoffs: PositiveInt = Field(64, description="Further ones that wait in line.")
-    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
-    place: Place = Field(
-        "own",
-        description="Nodes of the mapper to the large model: of its `own` placement, of its "
-        "`source` or `target` engine, or `auto`: where fewer bytes cross between nodes.",
-    )
-    place_back: Place = Field("own", description="The same for the mapper to the small model.")
-    placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
 
 class HandoffConfig(Node):

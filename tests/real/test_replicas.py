@@ -56,7 +56,7 @@ async def test_conversations_spread_over_replicas_and_stay_there(doubled: RealCa
         assert held >= first["usage"]["total_tokens"] - 1 - BLOCK
         # The small engine found its own part of the first turn again, too.
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
-    others = (Talk(doubled, conversation(100, seed)) for seed in range(80, 90))
+    others = (Talk(doubled, conversation(130, seed)) for seed in range(80, 90))
     await asyncio.gather(*(one.say(escalate_after_tokens=0) for one in others))
     for role in ("small", "large"):
         replicas = await asyncio.to_thread(census, doubled, role)
