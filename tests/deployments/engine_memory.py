@@ -55,6 +55,7 @@ class EngineMemory:
         heads = HEADS // self.ranks
         self.caches: list[Tensor] = []
         self.agents: list[Any] = []
+        self._notified: list[set[str]] = []
         self.control = ControlServer("127.0.0.1", self._answer)
         self.outbox = Outbox()
         workers = []
@@ -68,6 +69,7 @@ class EngineMemory:
             agent.register_memory([(cache_LBHS.data_ptr(), cache_LBHS.nbytes, 0, "")], "DRAM")
             self.caches.append(cache_LBHS)
             self.agents.append(agent)
+            self._notified.append(set())
             workers.append(
                 WorkerLayout(
                     rank=rank,
@@ -151,12 +153,18 @@ class EngineMemory:
         )
 
     def done(self) -> list[str]:
-        """Handoffs whose done notification every worker has received since the last call."""
-        seen: list[set[str]] = []
-        for agent in self.agents:
+        """Handoffs whose done notification every worker has received by now."""
+        for agent, seen in zip(self.agents, self._notified, strict=True):
             notes = [note for notes in agent.get_new_notifs().values() for note in notes]
-            seen.append({handoff_of_notification(note) or "?" for note in notes})
-        return sorted(set.intersection(*seen))
+            seen |= {handoff_of_notification(note) or "?" for note in notes}
+        return sorted(set.intersection(*self._notified))
+
+    async def wait_done(self, handoff_id: str) -> list[str]:
+        """The same, once one of them is there: a notification may come after the report."""
+        async with asyncio.timeout(5):
+            while handoff_id not in (found := self.done()):
+                await asyncio.sleep(0.01)
+        return found
 
     def told(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.messages if isinstance(message, kind)]

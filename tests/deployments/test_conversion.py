@@ -128,7 +128,7 @@ async def test_blocks_arrive_whole_over_any_number_of_workers(
     report = await run(identity, order, target, start=0, tokens=128, block_ids=(5, 4, 12, 13))
     got_k, got_v = target.content((5, 4, 12, 13))
     assert torch.equal(got_k, k_LTHD[:, :128]) and torch.equal(got_v, v_LTHD[:, :128])
-    assert target.done() == [order.handoff_id]
+    assert await target.wait_done(order.handoff_id) == [order.handoff_id]
     assert report.covered_tokens == 128 and report.chunks == 2 and report.cold
     token_bytes = LAYERS * HEADS * 2 * DIM * 2
     assert report.bytes_written == 128 * token_bytes
@@ -205,7 +205,7 @@ async def test_a_target_that_lost_what_it_was_believed_to_have_gets_it(
     got_k, got_v = target.content(blocks)
     assert torch.equal(got_k, k_LTHD[:, 32:]) and torch.equal(got_v, v_LTHD[:, 32:])
     assert isinstance(report, HandoffReport) and report.covered_tokens == 160
-    assert target.done() == [order.handoff_id]
+    assert await target.wait_done(order.handoff_id) == [order.handoff_id]
 
 
 @pytest.mark.parametrize("sizes", [(32, 64), (64, 32)])
@@ -463,5 +463,7 @@ async def test_more_handoffs_than_the_pool_holds_wait_and_more_than_the_queue_ar
         assert isinstance(address, MapperAddress)
         target.announce(order.handoff_id, address, start=0, tokens=32, block_ids=(block,))
         await anext(stream)
-    assert sorted(target.done()) == sorted([first.handoff_id, second.handoff_id])
+    for order in (first, second):
+        found = await target.wait_done(order.handoff_id)
+    assert found == sorted([first.handoff_id, second.handoff_id])
     await made.close()
