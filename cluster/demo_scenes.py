@@ -5,6 +5,7 @@ It needs an endpoint and nothing else; it deploys nothing and judges nothing.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -192,6 +193,8 @@ class Scenes:
             cascade={
                 "escalate_after_tokens": SWITCH_AFTER_TOKENS,
                 "recompute": wanted == "recompute",
+                # Else the second run of a conversation would find what the first one left.
+                "session_id": uuid.uuid4().hex,
             },
             on_piece=on_piece,
         )
