@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from cluster.endpoint_url import nobody_there, root_url, too_slow, uses_proxy
 from cluster.errors import EngineError, KvcascadeError, RequestError
 from router.api import CascadeInfo
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 _TIMEOUT_S = 600.0
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,14 +180,12 @@ class Chat:
 def _connect(url: str, api_key: str | None) -> OpenAI:
     from openai import DefaultHttpxClient, OpenAI
 
-    # A proxy of the environment cannot reach this machine's own address.
-    trust_env = urlsplit(url).hostname not in _LOOPBACK
     return OpenAI(
-        base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1",
+        base_url=f"{root_url(url)}/v1",
         api_key=api_key or "unused",
         max_retries=0,
         timeout=_TIMEOUT_S,
-        http_client=DefaultHttpxClient(trust_env=trust_env),
+        http_client=DefaultHttpxClient(trust_env=uses_proxy(url)),
     )
 
 
@@ -200,12 +197,9 @@ def _told(url: str) -> Iterator[None]:
     try:
         yield
     except openai.APITimeoutError:
-        raise EngineError(f"{url} did not answer within {_TIMEOUT_S:.0f} s") from None
+        raise too_slow(url, _TIMEOUT_S) from None
     except openai.APIConnectionError:
-        raise EngineError(
-            f"nothing answers at {url}: start the cascade with `kvcascade serve`, or name its "
-            "address with --url"
-        ) from None
+        raise nobody_there(url) from None
     except openai.APIStatusError as error:
         raise _refused(error.status_code, _message(error)) from None
     except openai.APIError as error:

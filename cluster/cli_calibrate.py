@@ -88,9 +88,13 @@ def calibrate(
         int, typer.Option(help="No answer is longer; bounds the cost.", min=1)
     ] = 1_024,
     hold_back_tokens: Annotated[
-        int,
-        typer.Option(help="`routing.hold_back_tokens`: the large model writes them again.", min=0),
-    ] = 4,
+        int | None,
+        typer.Option(
+            help="`routing.hold_back_tokens`, when not the default: the large model writes them "
+            "again.",
+            min=0,
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -117,6 +121,7 @@ def calibrate(
     `routing.calibration` to the file. It is refused for other models, another mapper, vLLM version,
     template or score than it was made with.
     """
+    from cluster.config import RoutingConfig, load_serve_config
     from cluster.errors import ConfigError
     from router.calibration import Promise
     from router.promises import Prices, fraction_for_cost, fraction_for_failures
@@ -133,8 +138,6 @@ def calibrate(
         spec = _spec(policy, {}, window_tokens, quantile, last_token)
         records = read_log(log)
     else:
-        from cluster.config import load_serve_config
-
         assert prompts is not None
         cascade = load_serve_config(config)[1]
         spec = _spec(policy, _score_keys(cascade), window_tokens, quantile, last_token)
@@ -142,6 +145,8 @@ def calibrate(
     samples = collect(records, spec)
     promise: Promise | None = None
     if max_cost is not None:
+        if hold_back_tokens is None:
+            hold_back_tokens = RoutingConfig().hold_back_tokens
         prices = Prices(small_price, large_price, handoff_price, longest_tokens, hold_back_tokens)
         fraction = fraction_for_cost(samples, prices, max_cost)
         promise = Promise(kind="cost", limit=max_cost)

@@ -141,15 +141,15 @@ def _connected(changed: tuple[Port, ...]) -> tuple[list[Flow], list[Port]]:
     """Flows and ports that the changed ports reach over shared flows."""
     flows: dict[Flow, None] = {}
     ports: dict[Port, None] = dict.fromkeys(changed)
-    todo = list(changed)
-    while todo:
-        for flow in todo.pop().flows:
+    unseen = list(changed)
+    while unseen:
+        for flow in unseen.pop().flows:
             if flow not in flows:
                 flows[flow] = None
                 for port in flow.ports:
                     if port not in ports:
                         ports[port] = None
-                        todo.append(port)
+                        unseen.append(port)
     return list(flows), list(ports)
 
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 import time
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
+from cluster.endpoint_url import nobody_there, root_url, too_slow, uses_proxy
 from cluster.errors import EngineError, RequestError
 from cluster.status_metrics import Scrape
 
 _TIMEOUT_S = 30.0
 """More than a router waits for a silent part."""
-
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Endpoint:
@@ -29,13 +27,13 @@ class Endpoint:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = root_url(url)
         self.locked = False
         self._keyless = api_key is None
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        # A proxy of the environment cannot reach this machine's own address.
-        trust_env = urlsplit(self.url).hostname not in _LOOPBACK
-        self._client = httpx.Client(timeout=_TIMEOUT_S, headers=headers, trust_env=trust_env)
+        self._client = httpx.Client(
+            timeout=_TIMEOUT_S, headers=headers, trust_env=uses_proxy(self.url)
+        )
 
     def __enter__(self) -> Endpoint:
         return self
@@ -91,11 +89,8 @@ class Endpoint:
         try:
             return self._client.get(self.url + path)
         except httpx.TimeoutException:
-            raise EngineError(f"{self.url} did not answer within {_TIMEOUT_S:.0f} s") from None
+            raise too_slow(self.url, _TIMEOUT_S) from None
         except httpx.TransportError:
-            raise EngineError(
-                f"nothing answers at {self.url}: start the cascade with `kvcascade serve`, or name "
-                "its address with --url"
-            ) from None
+            raise nobody_there(self.url) from None
         except httpx.InvalidURL as error:
             raise RequestError(f"--url {self.url}: {error}") from None

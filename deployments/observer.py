@@ -49,17 +49,25 @@ class Observer:
     def count(self, change: int) -> None:
         """Requests came (+) or went (-)."""
         self._in_flight += change
-        self.renew()
+        if self.metrics is not None:
+            self.metrics.set_in_flight(self._in_flight)
 
     def renew(self) -> None:
         """Set every gauge; Ray forgets one that was not set for twenty seconds."""
-        if self.metrics is None:
-            return
-        self.metrics.set_in_flight(self._in_flight)
-        if self.running is not None:
+        self.count(0)
+        self.show_fractions()
+        self.show_saved()
+
+    def show_fractions(self) -> None:
+        """An answer was settled."""
+        if self.metrics is not None and self.running is not None:
             self.metrics.set_fractions(
                 realised=self.running.realised_fraction, target=self.running.target_fraction
             )
+
+    def show_saved(self) -> None:
+        """A handoff is over."""
+        if self.metrics is not None and self.running is not None:
             self.metrics.set_saved_prefill(self.running.saved_prefill_s)
 
 
@@ -80,9 +88,9 @@ class Observation:
         metrics, running = self._observer.metrics, self._observer.running
         if running is not None:
             running.route(model=model, reason=reason)
-        if metrics is None:
-            return
-        metrics.count_route(model=model, reason=reason)
+            self._observer.show_fractions()
+        if metrics is not None:
+            metrics.count_route(model=model, reason=reason)
 
     def open_handoff(self, started_unix_s: float) -> str | None:
         """See `router.stats.Recorder`."""
@@ -103,6 +111,7 @@ class Observation:
         metrics, running = self._observer.metrics, self._observer.running
         if running is not None:
             running.handoff(record)
+            self._observer.show_saved()
         if metrics is None:
             return
         metrics.count_handoff(outcome=record.outcome, reason=record.reason)

@@ -19,7 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from cluster.config import CascadeConfig, RoutingConfig, parse_cascade_config
-from cluster.errors import EngineError, KvcascadeError
+from cluster.errors import EngineError
 from cluster.sources import resolve_model
 from cluster.telemetry import Metrics, make_tracer, make_tracer_provider
 from deployments.api_keys import load_api_keys
@@ -28,7 +28,7 @@ from deployments.observer import Observer
 from deployments.openai_app import Service, build_http_app
 from deployments.replica_call import call_replica
 from deployments.sessions import SharedSessions
-from deployments.status import cascade_status
+from deployments.status import cascade_status, silence_of
 from router.calibration import read_calibration
 from router.conversations import DriftLimits, LocalSessions
 from router.job import Site
@@ -39,7 +39,6 @@ from router.shadow import Shadow
 
 log = logging.getLogger("kvcascade.router")
 
-HEALTH_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
 
 CHUNK_TRANSPORT = {
@@ -173,7 +172,7 @@ class Router:
 
     async def _health(self) -> dict[str, str | None]:
         names = list(self._handles)
-        states = await asyncio.gather(*(_state(self._handles[name]) for name in names))
+        states = await asyncio.gather(*(silence_of(self._handles[name]) for name in names))
         return dict(zip(names, states, strict=True))
 
     async def check_health(self) -> None:
@@ -217,18 +216,6 @@ def _routing(
         return state, None
     path = Path(routing.log_file).expanduser()
     return state, DecisionLog(path, depends, margins=routing.log_margins, on_drop=on_drop)
-
-
-async def _state(handle: Any) -> str | None:
-    """None when a replica answers, else why not."""
-    try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            await handle.describe.remote()
-    except TimeoutError:
-        return f"no answer within {HEALTH_TIMEOUT_S:.0f} s"
-    except (RayError, RayServeException, KvcascadeError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return None
 
 
 async def node_metrics() -> str:

@@ -52,7 +52,7 @@ class SharedSessions:
     async def get(self, key: SessionKey) -> Conversation | None:
         """What this router knows, or the server when that is behind."""
         found = self._local.find(key.key)
-        if key.answers == 0 and not key.explicit:
+        if key.begins:
             return found
         if found is not None and found.turns >= key.answers > 0:
             return found

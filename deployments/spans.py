@@ -177,21 +177,14 @@ class Conversion(_Timed):
 
 
 def _costs(report: HandoffReport) -> dict[str, AttributeValue]:
-    stages_s = {
-        "queue": report.queue_s,
-        "read": report.read_s,
-        "map": report.map_s,
-        "write": report.write_s,
-        "wait_target": report.wait_target_s,
-    }
     return {
         telemetry.HANDOFF_OUTCOME: "mapped",
-        telemetry.HANDOFF_TEMPERATURE: "cold" if report.cold else "warm",
+        telemetry.HANDOFF_TEMPERATURE: report.temperature,
         telemetry.HANDOFF_COVERED_TOKENS: report.covered_tokens,
         telemetry.HANDOFF_BYTES_READ: report.bytes_read,
         telemetry.HANDOFF_BYTES_WRITTEN: report.bytes_written,
         telemetry.HANDOFF_CHUNKS: report.chunks,
-        **{telemetry.HANDOFF_STAGE_S.format(stage=name): s for name, s in stages_s.items()},
+        **{telemetry.HANDOFF_STAGE_S.format(stage=name): s for name, s in report.stages_s.items()},
     }
 
 

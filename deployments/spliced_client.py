@@ -125,7 +125,7 @@ class SplicedClient:
         """What is known of the conversation; its own token ids replace what was rendered."""
         prompt, params = request.prompt_token_ids, request.sampling_params
         assert prompt is not None and params is not None and params.max_tokens is not None
-        if call.session is None or self._site.sessions is None:
+        if call.session is None or call.session.begins or self._site.sessions is None:
             return None
         known = await self._site.sessions.get(call.session)
         if known is not None:

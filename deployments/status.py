@@ -1,4 +1,4 @@
-"""What Ray Serve and every replica say of a running cascade: the answer of `/v1/cascade/status`.
+"""What Ray Serve and every replica say of a running cascade: `/v1/cascade/status`, `/health`.
 
 It asks and repeats; it judges nothing and knows no HTTP.
 """
@@ -14,7 +14,11 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from cluster.errors import KvcascadeError
+
 DESCRIBE_TIMEOUT_S = 10.0
+
+_LATE = f"no answer within {DESCRIBE_TIMEOUT_S:.0f} s"
 
 
 async def cascade_status(app_name: str, handles: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,13 +66,25 @@ def _nodes() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
+async def silence_of(handle: Any) -> str | None:
+    """None when any replica of a deployment answers, else why not."""
+    try:
+        async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+            await handle.describe.remote()
+    except TimeoutError:
+        return _LATE
+    except (RayError, RayServeException, KvcascadeError) as error:
+        return _line(error)
+    return None
+
+
 async def _describe(handle: Any) -> dict[str, Any]:
     try:
         answers = await handle.broadcast("describe").results_async(
             timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True
         )
     except TimeoutError:
-        return {"described": [], "failed": f"no answer within {DESCRIBE_TIMEOUT_S:.0f} s"}
+        return {"described": [], "failed": _LATE}
     except (RayError, RayServeException) as error:
         return {"described": [], "failed": _line(error)}
     errors = [answer for answer in answers if isinstance(answer, Exception)]
@@ -77,4 +93,5 @@ async def _describe(handle: Any) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}"

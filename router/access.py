@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 
 from cluster.errors import EngineError
 from router.conversations import ConversationTurn
@@ -44,37 +45,42 @@ class Access:
         borrowed = None if self.borrowed is None else self.borrowed.request_id
         return borrowed or self._opened[1].request_id
 
-    def _new_id(self) -> str:
-        return new_request_id(None if self._job.turn is None else self._job.turn.affinity)
-
-    def held_tokens(self, role: Role) -> int:
-        """Leading tokens of the prompt that a model's engine should have."""
+    def unread_tokens(self, role: Role) -> int:
+        """Tokens of the prompt of which a model's engine should have no KV."""
         turn = self._job.turn
-        return 0 if turn is None else turn.held(role).tokens
+        if turn is None:
+            return len(self._job.prompt_token_ids)
+        return turn.unread_tokens(role)
 
     def request(
         self, role: Role, max_tokens: int, keep: KeepRule, *, prompt_logprobs: bool = False
     ) -> EngineRequest:
         """A request for the whole answer by one model."""
-        return EngineRequest(
-            request_id=self._new_id(),
-            prompt_token_ids=self._job.prompt_token_ids,
-            max_tokens=max_tokens,
-            sampling=self._job.sampling(0, max_tokens),
-            cache_salt=self._lineage(role) or self._job.salt,
-            keep=keep,
-            prompt_logprobs=prompt_logprobs,
-            traceparent=self._site.recorder.traceparent,
-        )
+        request = self._request(self._job.prompt_token_ids, max_tokens, role)
+        return replace(request, keep=keep, prompt_logprobs=prompt_logprobs)
 
     def continuation(self, sent_token_ids: list[int], max_tokens: int) -> EngineRequest:
         """A request that goes on after what was sent; a takeover chooses its cache."""
+        tokens = (*self._job.prompt_token_ids, *sent_token_ids)
+        return self._request(tokens, max_tokens, None, sent_tokens=len(sent_token_ids))
+
+    def _request(
+        self,
+        token_ids: tuple[int, ...],
+        max_tokens: int,
+        role: Role | None,
+        *,
+        sent_tokens: int = 0,
+    ) -> EngineRequest:
+        """A request in the conversation's cache at `role`, or in the tenant's."""
+        lineage = None if role is None else self._lineage(role)
+        affinity = None if self._job.turn is None else self._job.turn.affinity
         return EngineRequest(
-            request_id=self._new_id(),
-            prompt_token_ids=(*self._job.prompt_token_ids, *sent_token_ids),
+            request_id=new_request_id(affinity),
+            prompt_token_ids=token_ids,
             max_tokens=max_tokens,
-            sampling=self._job.sampling(len(sent_token_ids), max_tokens),
-            cache_salt=self._job.salt,
+            sampling=self._job.sampling(sent_tokens, max_tokens),
+            cache_salt=lineage or self._job.salt,
             traceparent=self._site.recorder.traceparent,
         )
 
@@ -84,7 +90,7 @@ class Access:
         """The handoff to a model that goes on with `request`; `skip`: why not to try one."""
         port = self._site.handoffs_to(role)
         assert port is not None
-        held_tokens = self.held_tokens(role)
+        held_tokens = len(self._job.prompt_token_ids) - self.unread_tokens(role)
         if skip is None:
             skip = self._skip(role, len(request.prompt_token_ids) - held_tokens)
         return Takeover(
@@ -138,15 +144,7 @@ class Access:
         gain = known - turn.held(role).tokens
         if gain <= 0 or self._skip(role, gain) is not None:
             return None
-        ask = EngineRequest(
-            request_id=self._new_id(),
-            prompt_token_ids=request.prompt_token_ids[:known],
-            max_tokens=1,
-            sampling=self._job.sampling(0, 1),
-            cache_salt=self._lineage(source) or self._job.salt,
-            keep="always",
-            traceparent=self._site.recorder.traceparent,
-        )
+        ask = replace(self._request(request.prompt_token_ids[:known], 1, source), keep="always")
         try:
             async for _ in self._site.engine(source).generate(ask):
                 pass

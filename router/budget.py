@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from router.policy import Decision, Policy, RequestView
+from router.policy import Decision, Policy, PolicyWrapper, RequestView
 from router.ports import FinishReason, TokenStep
 
 FIRST_ESTIMATE_TOKENS = 256
@@ -73,7 +73,7 @@ class Budget:
         self._estimate = _MEMORY * before + (1.0 - _MEMORY) * large_tokens
 
 
-class BudgetPolicy:
+class BudgetPolicy(PolicyWrapper):
     """Lets `inner` escalate while the budget lasts; else the small model goes on.
 
     One answer spends once, when it first asks: an escalation that has to wait for a place to cut
@@ -81,37 +81,33 @@ class BudgetPolicy:
     """
 
     def __init__(self, inner: Policy, budget: Budget) -> None:
-        self.name: str = inner.name
-        self.at_end: bool = inner.at_end
-        self.reads_prompt: bool = inner.reads_prompt
+        super().__init__(inner)
         # A refused `large` leaves a request to the small model, however long its prompt.
         self.may_escalate = True
-        self.small_tokens: int | None = inner.small_tokens
-        self._inner = inner
         self._budget = budget
         self._charge: Charge | None = None
 
     def on_request(self, view: RequestView) -> Decision:
         """The inner decision, or `stay` for lack of budget."""
-        return self._pay(self._inner.on_request(view))
+        return self._pay(super().on_request(view))
 
     def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
         """The inner decision, or `stay` for lack of budget."""
-        return self._pay(self._inner.on_prompt(logprobs))
+        return self._pay(super().on_prompt(logprobs))
 
     def on_token(self, step: TokenStep) -> Decision:
         """The inner decision, or `stay` for lack of budget."""
-        return self._pay(self._inner.on_token(step))
+        return self._pay(super().on_token(step))
 
     def on_complete(self, finish_reason: FinishReason) -> Decision:
         """The inner decision, or `stay` for lack of budget."""
-        return self._pay(self._inner.on_complete(finish_reason))
+        return self._pay(super().on_complete(finish_reason))
 
     def on_end(self, large_tokens: int) -> None:
         """What was spent becomes what it cost."""
         if self._charge is not None:
             self._budget.settle(self._charge, large_tokens)
-        self._inner.on_end(large_tokens)
+        super().on_end(large_tokens)
 
     def _pay(self, decision: Decision) -> Decision:
         if decision.action == "stay":

@@ -24,14 +24,18 @@ from router.policy import Role
 class SessionKey:
     """Which conversation a request belongs to.
 
-    `key` is unique over tenants. `answers` is how many assistant messages the request brings. A
-    conversation that is known by its opening alone begins anew where there are none.
+    `key` is unique over tenants. `answers` is how many assistant messages the request brings.
     """
 
     key: str
     session_id: str
     answers: int
     explicit: bool
+
+    @property
+    def begins(self) -> bool:
+        """Whether this can only be a first turn: an opening without an answer, and no id."""
+        return self.answers == 0 and not self.explicit
 
 
 def session_key(
@@ -159,15 +163,15 @@ class DriftLimits:
     """When mapped KV is too far from the model's own: the conversation is then read again.
 
     `handoffs` mapped handoffs on top of each other, or `fraction` of mapped tokens when more than
-    one handoff brought them.
+    one handoff brought them; None is no limit.
     """
 
-    handoffs: int = 10
+    handoffs: int | None = None
     fraction: float | None = None
 
     def reached(self, held: Held) -> bool:
         """Whether the next handoff has to be replaced by a native prefill."""
-        if held.handoffs >= self.handoffs:
+        if self.handoffs is not None and held.handoffs >= self.handoffs:
             return True
         if self.fraction is None or held.handoffs < 2 or not held.tokens:
             return False
@@ -188,9 +192,8 @@ class ConversationTurn:
         prompt_token_ids: tuple[int, ...],
         limits: DriftLimits,
     ) -> None:
-        if before is not None and not key.explicit and key.answers == 0:
-            before = None
-        before = before or Conversation(key=key.key)
+        if before is None or key.begins:
+            before = Conversation(key=key.key)
         self.session_id = key.session_id
         self.affinity = key.key[:16]
         self.number = before.turns + 1
@@ -198,10 +201,10 @@ class ConversationTurn:
         self._before = before
         self._limits = limits
         self._prompt = prompt_token_ids
-        self._shared = common_prefix_tokens(before.token_ids, prompt_token_ids)
+        shared_tokens = common_prefix_tokens(before.token_ids, prompt_token_ids)
         self._held: dict[Role, Held] = {}
         for role, held in before.held.items():
-            if tokens := min(held.tokens, self._shared):
+            if tokens := min(held.tokens, shared_tokens):
                 mapped_tokens = min(held.mapped_tokens, tokens)
                 self._held[role] = replace(held, tokens=tokens, mapped_tokens=mapped_tokens)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 
-from router.policy import Decision, Policy, RequestView
+from router.policy import Decision, Policy, PolicyWrapper
 from router.ports import FinishReason, TokenStep
 from router.threshold import Threshold
 
@@ -75,7 +75,7 @@ class Drift:
             self._logged = self._value
 
 
-class DriftPolicy:
+class DriftPolicy(PolicyWrapper):
     """Tells a Drift what `inner`, which uses its threshold, decided on one answer.
 
     What counts is what the score asked for. A wrapper may refuse it, and an answer that `inner`
@@ -83,36 +83,23 @@ class DriftPolicy:
     """
 
     def __init__(self, inner: Policy, drift: Drift) -> None:
-        self.name: str = inner.name
-        self.at_end: bool = inner.at_end
-        self.reads_prompt: bool = inner.reads_prompt
-        self.may_escalate: bool = inner.may_escalate
-        self.small_tokens: int | None = inner.small_tokens
-        self._inner = inner
+        super().__init__(inner)
         self._drift = drift
         self._told = False
 
-    def on_request(self, view: RequestView) -> Decision:
-        """As `inner`."""
-        return self._inner.on_request(view)
-
     def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
         """As `inner`."""
-        return self._seen(self._inner.on_prompt(logprobs))
+        return self._seen(super().on_prompt(logprobs))
 
     def on_token(self, step: TokenStep) -> Decision:
         """As `inner`."""
-        return self._seen(self._inner.on_token(step))
+        return self._seen(super().on_token(step))
 
     def on_complete(self, finish_reason: FinishReason) -> Decision:
         """As `inner`."""
-        decision = self._seen(self._inner.on_complete(finish_reason))
+        decision = self._seen(super().on_complete(finish_reason))
         self._tell(False)
         return decision
-
-    def on_end(self, large_tokens: int) -> None:
-        """As `inner`."""
-        self._inner.on_end(large_tokens)
 
     def _seen(self, decision: Decision) -> Decision:
         if decision.action != "stay":

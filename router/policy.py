@@ -107,6 +107,38 @@ class TokenPolicy:
         """It does not matter."""
 
 
+class PolicyWrapper:
+    """Decides as `inner` does; what changes other policies begins here and overrides a part."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.name: str = inner.name
+        self.at_end: bool = inner.at_end
+        self.reads_prompt: bool = inner.reads_prompt
+        self.may_escalate: bool = inner.may_escalate
+        self.small_tokens: int | None = inner.small_tokens
+        self._inner = inner
+
+    def on_request(self, view: RequestView) -> Decision:
+        """As `inner`."""
+        return self._inner.on_request(view)
+
+    def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
+        """As `inner`."""
+        return self._inner.on_prompt(logprobs)
+
+    def on_token(self, step: TokenStep) -> Decision:
+        """As `inner`."""
+        return self._inner.on_token(step)
+
+    def on_complete(self, finish_reason: FinishReason) -> Decision:
+        """As `inner`."""
+        return self._inner.on_complete(finish_reason)
+
+    def on_end(self, large_tokens: int) -> None:
+        """As `inner`."""
+        self._inner.on_end(large_tokens)
+
+
 class FixedPolicy(TokenPolicy):
     """One model answers everything, for a stated reason."""
 

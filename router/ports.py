@@ -104,6 +104,22 @@ class HandoffReport:
     chunks: int
     cold: bool
 
+    @property
+    def stages_s(self) -> dict[str, float]:
+        """The mapper's stages by name."""
+        return {
+            "queue": self.queue_s,
+            "read": self.read_s,
+            "map": self.map_s,
+            "write": self.write_s,
+            "wait_target": self.wait_target_s,
+        }
+
+    @property
+    def temperature(self) -> Literal["cold", "warm"]:
+        """`cold` with a first handshake, as a word."""
+        return "cold" if self.cold else "warm"
+
 
 class Handoff(Protocol):
     """One running handoff, opened by HandoffPort.begin."""

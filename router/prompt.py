@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 
-from router.chance import uniform
-from router.policy import Decision, RequestView
+from router.policy import Decision
 from router.ports import FinishReason, TokenStep
-from router.threshold import Threshold, decide
+from router.threshold import ScoredPolicy, Threshold, decide
 
 
 def prompt_score(logprobs: tuple[float, ...], window_tokens: int) -> float | None:
@@ -26,31 +25,19 @@ def prompt_score(logprobs: tuple[float, ...], window_tokens: int) -> float | Non
     return math.fsum(last) / len(last)
 
 
-class PromptPolicy:
+class PromptPolicy(ScoredPolicy):
     """Escalates before the small model's first token; afterwards the answer stays there."""
 
-    name = "prompt"
-    at_end = False
-    may_escalate = True
-    small_tokens = None
     reads_prompt = True
 
     def __init__(self, window_tokens: int, threshold: Threshold) -> None:
+        super().__init__("prompt", threshold)
         self._window_tokens = window_tokens
-        self._threshold = threshold
-        self._tie = 0.0
-        self._score: float | None = None
-
-    def on_request(self, view: RequestView) -> Decision:
-        """Always starts with the small model, which has to read the prompt first."""
-        self._tie = uniform(view.request_hash, "tie")
-        self._threshold = self._threshold.moved(view.threshold_shift)
-        return self._stay("watching")
 
     def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
         """`escalate` when the mean is below the threshold."""
         self._score = prompt_score(logprobs, self._window_tokens)
-        if self._score is not None and self._threshold.doubts(self._score, self._tie):
+        if self._score is not None and self._doubts(self._score):
             return decide("escalate", "surprising_prompt", self._score, self._threshold)
         return self._settled()
 
@@ -62,11 +49,5 @@ class PromptPolicy:
         """`stay`: it was settled before."""
         return self._settled()
 
-    def on_end(self, large_tokens: int) -> None:
-        """It does not matter."""
-
     def _settled(self) -> Decision:
         return self._stay("no_evidence" if self._score is None else "confident")
-
-    def _stay(self, reason: str) -> Decision:
-        return decide("stay", reason, self._score, self._threshold)

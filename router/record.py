@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cluster.errors import ConfigError
 from router.calibration import Dependencies
-from router.policy import Decision, Policy, RequestView, Role
+from router.policy import Decision, Policy, PolicyWrapper, RequestView, Role
 from router.ports import FinishReason, TokenStep
 from router.signals import margin
 
@@ -93,16 +93,11 @@ AnswerLog = Callable[[AnswerRecord], None]
 """Takes a record; called from the event loop, so it must neither block nor raise."""
 
 
-class Watch:
+class Watch(PolicyWrapper):
     """A policy that decides as `inner` does and remembers what it saw. Serves one answer."""
 
     def __init__(self, inner: Policy) -> None:
-        self.name: str = inner.name
-        self.at_end: bool = inner.at_end
-        self.reads_prompt: bool = inner.reads_prompt
-        self.may_escalate: bool = inner.may_escalate
-        self.small_tokens: int | None = inner.small_tokens
-        self._inner = inner
+        super().__init__(inner)
         self._unix_s = time.time()
         self._view: RequestView | None = None
         self._prompt: tuple[float, ...] | None = None
@@ -114,26 +109,22 @@ class Watch:
     def on_request(self, view: RequestView) -> Decision:
         """As `inner`."""
         self._view = view
-        return self._note(self._inner.on_request(view))
+        return self._note(super().on_request(view))
 
     def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
         """As `inner`."""
         self._prompt = logprobs[-MAX_PROMPT_LOGPROBS:]
-        return self._note(self._inner.on_prompt(logprobs))
+        return self._note(super().on_prompt(logprobs))
 
     def on_token(self, step: TokenStep) -> Decision:
         """As `inner`."""
         self._margins.append(margin(step))
-        return self._note(self._inner.on_token(step))
+        return self._note(super().on_token(step))
 
     def on_complete(self, finish_reason: FinishReason) -> Decision:
         """As `inner`."""
         self._complete = self.small_tokens is None
-        return self._note(self._inner.on_complete(finish_reason))
-
-    def on_end(self, large_tokens: int) -> None:
-        """As `inner`."""
-        self._inner.on_end(large_tokens)
+        return self._note(super().on_complete(finish_reason))
 
     def note_forbidden(self) -> None:
         """The escalation that was just asked for may not cut the answer here."""

@@ -16,7 +16,7 @@ from typing import Literal
 
 from cluster.errors import EngineError
 from router.chance import uniform
-from router.ports import EnginePort, EngineRequest
+from router.ports import EnginePort, EngineRequest, new_request_id
 from router.record import AnswerRecord
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Shadow:
     async def _ranks(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks from 1 of all tokens from the second on."""
         request = EngineRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=new_request_id(),
             prompt_token_ids=token_ids,
             max_tokens=1,
             cache_salt=uuid.uuid4().hex,

@@ -134,14 +134,14 @@ class Cascade:
         ]
 
     def _view(self) -> RequestView:
-        length, turn = len(self._job.prompt_token_ids), self._job.turn
+        turn = self._job.turn
         return RequestView(
             request_hash=request_hash(self._job.prompt_token_ids),
-            prompt_tokens=length,
+            prompt_tokens=self.prompt_tokens,
             last_model=None if turn is None else turn.last_model,
             unread_tokens={
-                "small": length - self._access.held_tokens("small"),
-                "large": length - self._access.held_tokens("large"),
+                "small": self._access.unread_tokens("small"),
+                "large": self._access.unread_tokens("large"),
             },
         )
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.policy import Decision, Policy, RequestView
-from router.ports import FinishReason, TokenStep
+from router.policy import Decision, Policy, PolicyWrapper, RequestView
 
 
-class StickyPolicy:
+class StickyPolicy(PolicyWrapper):
     """Moves the threshold of `inner` by the cost of changing models; wraps a budget too.
 
     `cost` is in nats per 1,000 tokens. An answer that stays with the large model is no escalation
@@ -24,39 +23,16 @@ class StickyPolicy:
     """
 
     def __init__(self, inner: Policy, cost: float) -> None:
-        self.name: str = inner.name
-        self.at_end: bool = inner.at_end
-        self.reads_prompt: bool = inner.reads_prompt
-        self.may_escalate: bool = inner.may_escalate
-        self.small_tokens: int | None = inner.small_tokens
-        self._inner = inner
+        super().__init__(inner)
         self._cost = cost
 
     def on_request(self, view: RequestView) -> Decision:
         """`large` for reason `sticky`, or the inner decision at the moved threshold."""
         more_tokens = view.unread_tokens["small"] - view.unread_tokens["large"]
         shift = self._cost * more_tokens / 1000.0
-        decision = self._inner.on_request(
-            replace(view, threshold_shift=view.threshold_shift + shift)
-        )
+        decision = super().on_request(replace(view, threshold_shift=view.threshold_shift + shift))
         if decision.action != "stay" or view.last_model != "large" or decision.threshold is None:
             return decision
         if shift > 0.0 and abs(decision.threshold - shift) <= shift:
             return replace(decision, action="large", reason="sticky")
         return decision
-
-    def on_prompt(self, logprobs: tuple[float, ...]) -> Decision:
-        """The inner decision."""
-        return self._inner.on_prompt(logprobs)
-
-    def on_token(self, step: TokenStep) -> Decision:
-        """The inner decision."""
-        return self._inner.on_token(step)
-
-    def on_complete(self, finish_reason: FinishReason) -> Decision:
-        """The inner decision."""
-        return self._inner.on_complete(finish_reason)
-
-    def on_end(self, large_tokens: int) -> None:
-        """As `inner`."""
-        self._inner.on_end(large_tokens)

@@ -202,13 +202,7 @@ class Takeover:
         if self._handoff is not None:
             stages_s["ticket"] = ticket_s
         if report is not None:
-            stages_s |= {
-                "queue": report.queue_s,
-                "read": report.read_s,
-                "map": report.map_s,
-                "write": report.write_s,
-                "wait_target": report.wait_target_s,
-            }
+            stages_s |= report.stages_s
         if report is not None and self._total_s is not None:
             stages_s["admit"] = max(0.0, self._total_s - ticket_s - report.convert_s)
         self._publish(stages_s, report)
@@ -233,7 +227,7 @@ class Takeover:
             covered_tokens=covered,
             held_tokens=max(0, cached - covered),
             reread_tokens=None if self._total_s is None else tokens - cached,
-            temperature=None if report is None else ("cold" if report.cold else "warm"),
+            temperature=None if report is None else report.temperature,
             predicted_ms=self._predicted,
         )
         if self._total_s is not None:

@@ -37,31 +37,51 @@ class Threshold:
         return score < self.value or (score == self.value and tie < self.tie_fraction)
 
 
-class ScorePolicy(TokenPolicy):
-    """Escalates in mid-answer, as soon as the score falls below the threshold.
+def decide(
+    action: Literal["stay", "escalate"], reason: str, score: float | None, threshold: Threshold
+) -> Decision:
+    """A decision that a score and a threshold made."""
+    return Decision(action, reason, score, threshold.value, threshold.calibration_id)
 
-    A finished answer reports its score: the lowest value of the statistic (`ScoreSpec`).
-    """
+
+class ScoredPolicy(TokenPolicy):
+    """What policies share that compare one score of an answer with a threshold."""
 
     at_end = False
     may_escalate = True
     small_tokens = None
 
-    def __init__(self, spec: ScoreSpec, threshold: Threshold) -> None:
-        assert spec.falls and spec.last_token is not None
-        self.name: str = spec.name
+    def __init__(self, name: str, threshold: Threshold) -> None:
+        self.name = name
         self._threshold = threshold
-        self._last_token = spec.last_token
-        self._statistic = spec.start()
         self._tie = 0.0
-        self._seen = 0
-        self._lowest: float | None = None
+        self._score: float | None = None
 
     def on_request(self, view: RequestView) -> Decision:
         """Always starts with the small model."""
         self._tie = uniform(view.request_hash, "tie")
         self._threshold = self._threshold.moved(view.threshold_shift)
         return self._stay("watching")
+
+    def _doubts(self, score: float) -> bool:
+        return self._threshold.doubts(score, self._tie)
+
+    def _stay(self, reason: str) -> Decision:
+        return decide("stay", reason, self._score, self._threshold)
+
+
+class ScorePolicy(ScoredPolicy):
+    """Escalates in mid-answer, as soon as the score falls below the threshold.
+
+    A finished answer reports its score: the lowest value of the statistic (`ScoreSpec`).
+    """
+
+    def __init__(self, spec: ScoreSpec, threshold: Threshold) -> None:
+        assert spec.falls and spec.last_token is not None
+        super().__init__(spec.name, threshold)
+        self._last_token = spec.last_token
+        self._statistic = spec.start()
+        self._seen = 0
 
     def on_token(self, step: TokenStep) -> Decision:
         """`escalate` while the statistic is below the threshold, within the allowed tokens."""
@@ -75,20 +95,17 @@ class ScorePolicy(TokenPolicy):
         value = self._statistic.value
         if value is None:
             return self._stay("watching")
-        self._lowest = value if self._lowest is None else min(self._lowest, value)
-        if self._threshold.doubts(value, self._tie):
+        self._score = value if self._score is None else min(self._score, value)
+        if self._doubts(value):
             return decide("escalate", "low_margin", value, self._threshold)
         return decide("stay", "watching", value, self._threshold)
 
     def on_complete(self, finish_reason: FinishReason) -> Decision:
         """`stay`: confident when there is a score, its lowest value, else without evidence."""
-        return self._stay("confident" if self._lowest is not None else "no_evidence")
-
-    def _stay(self, reason: str) -> Decision:
-        return decide("stay", reason, self._lowest, self._threshold)
+        return self._stay("confident" if self._score is not None else "no_evidence")
 
 
-class DeferralPolicy(TokenPolicy):
+class DeferralPolicy(ScoredPolicy):
     """Judges the small model's whole answer when it has ended.
 
     What was sent by then stays. Only tokens that are still held back can be dropped, and the large
@@ -97,21 +114,11 @@ class DeferralPolicy(TokenPolicy):
     """
 
     at_end = True
-    may_escalate = True
-    small_tokens = None
 
     def __init__(self, spec: ScoreSpec, threshold: Threshold) -> None:
         assert not spec.falls
-        self.name: str = spec.name
-        self._threshold = threshold
+        super().__init__(spec.name, threshold)
         self._statistic = spec.start()
-        self._tie = 0.0
-
-    def on_request(self, view: RequestView) -> Decision:
-        """Always starts with the small model."""
-        self._tie = uniform(view.request_hash, "tie")
-        self._threshold = self._threshold.moved(view.threshold_shift)
-        return self._stay("watching")
 
     def on_token(self, step: TokenStep) -> Decision:
         """`stay`: it waits for the end."""
@@ -119,23 +126,13 @@ class DeferralPolicy(TokenPolicy):
         if found is None:
             return self._stay("no_evidence")
         self._statistic.push(found)
+        self._score = self._statistic.value
         return self._stay("watching")
 
     def on_complete(self, finish_reason: FinishReason) -> Decision:
         """`escalate` when the mean margin of the answer is below the threshold."""
-        score = self._statistic.value
-        if score is None:
+        if self._score is None:
             return self._stay("no_evidence")
-        if self._threshold.doubts(score, self._tie):
-            return decide("escalate", "low_margin", score, self._threshold)
+        if self._doubts(self._score):
+            return decide("escalate", "low_margin", self._score, self._threshold)
         return self._stay("confident")
-
-    def _stay(self, reason: str) -> Decision:
-        return decide("stay", reason, self._statistic.value, self._threshold)
-
-
-def decide(
-    action: Literal["stay", "escalate"], reason: str, score: float | None, threshold: Threshold
-) -> Decision:
-    """A decision that a score and a threshold made."""
-    return Decision(action, reason, score, threshold.value, threshold.calibration_id)

@@ -46,7 +46,7 @@ def mapped(place: str, rate_gbps: float | None, tokens: int, **changes: object) 
         stages_ms={**STAGES, "read": 1e3 * read_s, "map": 1e3 * map_s, "write": 1e3 * write_s},
         target_received_bytes=0,
     )
-    return replace(run, **changes)  # type: ignore[arg-type]
+    return replace(run, **changes)
 
 
 def again(tokens: int, handoff_ms: float) -> Run:

@@ -56,7 +56,7 @@ def test_every_key_is_one_of_the_configuration() -> None:
     assert len(keys) > 10
     for key in keys:
         part, name = key.split(".")
-        assert name in parts[part].annotation.model_fields, key  # type: ignore[union-attr]
+        assert name in parts[part].annotation.model_fields, key
 
 
 def test_the_table_of_alerts_is_that_of_the_rules() -> None:

@@ -8,6 +8,19 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 
+def post_scope(path: str) -> dict[str, Any]:
+    """The ASGI scope of a POST with a JSON body."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+
 async def raw(
     app: Any, path: str, body: dict[str, Any], leave: Callable[[], bool]
 ) -> AsyncIterator[int]:
@@ -28,15 +41,6 @@ async def raw(
         if message["type"] == "http.response.start":
             out.append(message["status"])
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
-    await asyncio.wait_for(app(scope, receive, send), 20)
+    await asyncio.wait_for(app(post_scope(path), receive, send), 20)
     for status in out:
         yield status

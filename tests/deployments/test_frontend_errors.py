@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.deployments.conftest import ASK, LARGE_TEXT, Desk, cascade_of
+from tests.deployments.raw import post_scope
 
 pytestmark = pytest.mark.vllm
 
@@ -133,15 +134,7 @@ async def raw(desk: Desk, body: dict[str, Any], leave: asyncio.Event) -> AsyncIt
         if message["type"] == "http.response.body":
             await out.put(message["body"])
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
+    scope = post_scope("/v1/chat/completions")
     task = asyncio.create_task(desk.app(scope, receive, send))
     task.add_done_callback(lambda _: out.put_nowait(None))
     try:

@@ -42,7 +42,7 @@ def watched(
     exporter, metrics = InMemorySpanExporter(), ListMetrics()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    observer = Observer(metrics, provider.get_tracer("test"), running)  # type: ignore[arg-type]
+    observer = Observer(metrics, provider.get_tracer("test"), running)
     watch = observer.begin("cascade", {"traceparent": TRACEPARENT})
     watch.route(model="big", reason="low_margin")
     watch.handoff(replace(record, traceparent=watch.open_handoff(record.started_unix_s)))

@@ -15,6 +15,7 @@ from deployments.api_keys import load_api_keys
 from deployments.caller import Caller
 from deployments.events import EventStream
 from deployments.openai_app import Service, build_http_app
+from tests.deployments.raw import post_scope
 
 
 class FakeChat:
@@ -284,15 +285,7 @@ async def statuses_of(chat: FakeChat, body: bytes, *, whole: bool = True) -> lis
         if message["type"] == "http.response.start":
             found.append(message["status"])
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "method": "POST",
-        "path": CHAT,
-        "raw_path": CHAT.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
+    scope = post_scope(CHAT)
     limited = client(chat, max_requests=1)
     app: Any = limited._transport
     await asyncio.wait_for(app.app(scope, receive, send), 10)

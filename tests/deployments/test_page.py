@@ -114,9 +114,12 @@ def test_each_token_has_the_class_of_the_model_that_wrote_it(tab: Tab) -> None:
 @needs_browser
 def test_the_curve_has_a_point_for_every_score_and_the_threshold_at_its_height(tab: Tab) -> None:
     ask(tab, "hard")
-    points = tab.value(
-        "[...document.querySelectorAll('.curve circle')].map(one => [+one.getAttribute('cx'),"
-        "+one.getAttribute('cy')])"
+    # All at once: the curve is drawn again when the page gets another width.
+    points, line, mark = tab.value(
+        "[[...document.querySelectorAll('.curve circle')].map(one => [+one.getAttribute('cx'),"
+        "+one.getAttribute('cy')]),"
+        "document.querySelector('.curve .threshold').getAttribute('y1'),"
+        "document.querySelector('.curve .escalation').getAttribute('x1')]"
     )
     scores = [*told.SCORES[:4], *told.DROPPED]
     known = [(token, score) for token, score in scores if score is not None]
@@ -128,9 +131,7 @@ def test_the_curve_has_a_point_for_every_score_and_the_threshold_at_its_height(t
         return float(first + (high - nats) / (high - low) * (last - first))
 
     assert [y for _, y in points] == pytest.approx([height(s) for _, s in known], abs=0.2)
-    line = tab.value("document.querySelector('.curve .threshold').getAttribute('y1')")
     assert float(line) == pytest.approx(height(told.THRESHOLD), abs=0.2)
-    mark = tab.value("document.querySelector('.curve .escalation').getAttribute('x1')")
     assert float(mark) == pytest.approx(points[-1][0], abs=0.2)
     assert tab.value("document.querySelectorAll('.curve .below').length") == 1
 

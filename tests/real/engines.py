@@ -153,7 +153,7 @@ def start_engine(
     }
     config = AsyncEngineArgs(
         model=str(folder),
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,
         max_model_len=max_model_len,
         block_size=block_tokens,
         tensor_parallel_size=tensor_parallel,
@@ -164,7 +164,7 @@ def start_engine(
         kv_cache_memory_bytes=pool_tokens
         * kv_bytes_per_token(str(folder), dtype)
         // tensor_parallel,
-        kv_transfer_config={  # type: ignore[arg-type]
+        kv_transfer_config={
             "kv_connector": "CascadeConnector",
             "kv_connector_module_path": "deployments.connector",
             "kv_role": "kv_both",

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from openai import (
-    AsyncOpenAI,
     BadRequestError,
-    DefaultAsyncHttpxClient,
     DefaultHttpxClient,
     NotFoundError,
     OpenAI,
 )
 
 from tests.real.conftest import RealCascade
-from tests.real.test_cascade import wait_empty
+from tests.real.test_cascade import client, wait_empty
 
 pytestmark = pytest.mark.real
 
@@ -130,16 +128,10 @@ def test_a_completion_continues_tokens_over_both_models(
 
 
 async def test_many_at_once_and_several_choices(cascade: RealCascade) -> None:
-    async with AsyncOpenAI(
-        base_url=f"{cascade.url}/v1",
-        api_key="unused",
-        max_retries=0,
-        timeout=240,
-        http_client=DefaultAsyncHttpxClient(trust_env=False),
-    ) as client:
+    async with client(cascade) as openai:
         answers = await asyncio.gather(
             *(
-                client.chat.completions.create(
+                openai.chat.completions.create(
                     model="cascade", messages=ASK, max_tokens=6, n=2, temperature=1, seed=seed
                 )
                 for seed in range(4)
