@@ -84,10 +84,11 @@ class Scenes:
         run = self._escalate(500, 0, "mapped")
         self._found.first = run
         if run.handoff is not None and run.handoff_ms is not None:
+            cold = run.handoff.temperature == "cold"
+            hands = "NIXL handshakes included" if cold else "hands were shaken before it"
             self._console.print(
                 f"{run.answer.prompt_tokens} tokens, {run.handoff.temperature}: "
-                f"[bold]{run.handoff_ms:.0f} ms[/], NIXL handshakes with both engines included. "
-                "It is not in the table below; all others are warm."
+                f"[bold]{run.handoff_ms:.0f} ms[/], {hands}. It is not in the table below."
             )
 
     def _long_conversation(self) -> None:

@@ -36,7 +36,7 @@ UNSUPPORTED = (
 MAX_CHOICES = 128
 """Answers of one request, over all its prompts."""
 
-_SESSION_ID = re.compile(r"[!-~]{1,256}")
+SESSION_ID = re.compile(r"[!-~]{1,256}")
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -100,7 +100,7 @@ def read_session_id(headers: Mapping[str, str], options: CascadeOptions) -> str 
     ):
         if value is None:
             continue
-        if not _SESSION_ID.fullmatch(value):
+        if not SESSION_ID.fullmatch(value):
             message = f"{param}: not 1 to 256 visible ASCII characters"
             raise RequestError(message, code=INVALID_VALUE, param=param)
         return value

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from deployments.intake import MAX_CHOICES, OURS_ONLY, UNSUPPORTED
+from deployments.intake import MAX_CHOICES, OURS_ONLY, SESSION_ID, UNSUPPORTED
 from router.api import CascadeInfo, CascadeOptions
 
 Json = dict[str, Any]
@@ -115,7 +115,7 @@ def openapi_document(models: list[str], *, keyed: bool) -> Json:
         "name": "x-session-id",
         "in": "header",
         "description": "As `cascade.session_id`, which wins.",
-        "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
+        "schema": {"type": "string", "pattern": f"^{SESSION_ID.pattern}$"},
     }
     for path in ("/v1/chat/completions", "/v1/completions"):
         paths[path]["parameters"] = [session]
