@@ -47,6 +47,9 @@ HANDOFF_BYTES_READ = "kvcascade.handoff.bytes_read"
 HANDOFF_BYTES_WRITTEN = "kvcascade.handoff.bytes_written"
 HANDOFF_CHUNKS = "kvcascade.handoff.chunks"
 HANDOFF_STAGE_S = "kvcascade.handoff.{stage}_s"
+STEP_FIRST_TOKEN = "kvcascade.step.first_token"
+STEP_LAST_TOKEN = "kvcascade.step.last_token"
+STEP_S = "kvcascade.step.seconds"
 
 STAGES = ("ticket", "queue", "read", "map", "write", "wait_target", "admit", "total")
 """Values of the label `stage`. `total` is the router's clock from the decision to the large

@@ -21,6 +21,15 @@ import numpy as np
 from cluster.errors import TransportError
 
 Memory = Literal["DRAM", "VRAM"]
+_UCX_DEFAULTS = {
+    # Without it, the registration cache grows for ever.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    # Over TCP, pieces of 8 kB (the default) cost an engine twice the processor time.
+    "UCX_TCP_TX_SEG_SIZE": "256k",
+    "UCX_TCP_RX_SEG_SIZE": "256k",
+}
+"""UCX reads them when its library loads; what is set already stands (`transport.ucx_env`)."""
+
 _POLL_S = 0.0001
 
 
@@ -31,8 +40,8 @@ def make_agent(name: str, *, progress_thread: bool, progress_delay_us: int) -> A
     of the configuration underneath, so it is set there; it is the timeout of an armed poll, and
     latency does not suffer from it.
     """
-    # UCX reads this when its library loads; without it, its registration cache grows for ever.
-    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    for variable, value in _UCX_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
     from nixl import _api
 
     bindings = _api.nixlBind

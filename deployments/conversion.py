@@ -21,6 +21,7 @@ import zmq.asyncio
 from cluster.config import HandoffConfig, MapperConfig
 from cluster.errors import HandoffError, HandoffRefused, TransportError
 from cluster.transport import Initiator
+from deployments.chunking import Cutting
 from deployments.control import tell
 from deployments.messages import (
     Abandon,
@@ -66,12 +67,12 @@ class Converter:
         raw_bytes, mapped_bytes = slot_bytes(mapper, chunk_tokens, dtype)
         slots = config.max_concurrent_handoffs
         self._pool = torch.zeros(
-            slots * 2 * (raw_bytes + mapped_bytes), dtype=torch.uint8, device=device
+            slots * (raw_bytes + mapped_bytes), dtype=torch.uint8, device=device
         )
-        pieces = self._pool.split(([raw_bytes] * 2 + [mapped_bytes] * 2) * slots)
         self._free_slots: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
-        for raw_0, raw_1, mapped_0, mapped_1 in zip(*[iter(pieces)] * 4, strict=True):
-            self._free_slots.put_nowait(Slot(raw=(raw_0, raw_1), mapped=(mapped_0, mapped_1)))
+        for piece in self._pool.chunk(slots):
+            raw, mapped = piece.split((raw_bytes, mapped_bytes))
+            self._free_slots.put_nowait(Slot(raw=raw, mapped=mapped))
         generation = uuid.uuid4().hex
         self._initiator = Initiator(
             f"mapper-{generation}",
@@ -85,8 +86,7 @@ class Converter:
             initiator=self._initiator,
             device=device,
             context=self._context,
-            chunk_tokens=chunk_tokens,
-            block_grid_tokens=grid,
+            cutting=Cutting(grid_tokens=grid, most_tokens=chunk_tokens),
             deadline_s=handoff.deadline_s,
         )
         self._inbox = self._context.socket(zmq.ROUTER)
@@ -196,18 +196,19 @@ class Converter:
             bytes_read=tally.bytes_read,
             bytes_written=tally.bytes_written,
             queue_s=queue_s,
-            read_s=tally.read_s,
-            map_s=tally.map_s,
-            write_s=tally.write_s,
-            wait_target_s=tally.wait_target_s,
+            read_s=tally.spent_s("read"),
+            map_s=tally.spent_s("map"),
+            write_s=tally.spent_s("write"),
+            wait_target_s=tally.spent_s("wait_target"),
             convert_s=time.perf_counter() - started,
             chunks=tally.chunks,
             cold=tally.cold,
+            steps=tuple(tally.steps),
         )
 
     def _learn(self, pipeline: Pipeline) -> None:
         """Remember what a token of the map took, the newer the more."""
-        token_s = pipeline.tally.map_s / max(1, pipeline.tally.mapped_tokens)
+        token_s = pipeline.tally.spent_s("map") / max(1, pipeline.tally.mapped_tokens)
         known = self._token_s
         self._token_s = token_s if known is None else known + 0.3 * (token_s - known)
 

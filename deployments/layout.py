@@ -129,7 +129,8 @@ class BlockCodec:
                 plain.copy_(packed)
 
     def decode(self, chunk_LBHS: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as `[L, T, H, D]`, T = B·N, in the worker's dtype."""
+        """K and V as `[L, T, H, D]`, T = B·N, in the worker's dtype; always copies, for the chunk's
+        memory is filled again before they are used up."""
         w = self.worker
         if self._runs:
             plain_LBHS = torch.empty_like(chunk_LBHS)
@@ -140,9 +141,10 @@ class BlockCodec:
             plain_LBHS = chunk_LBHS
         layers, blocks, heads, _ = plain_LBHS.shape
         kv_LBHNC = plain_LBHS.view(layers, blocks, heads, w.block_size_tokens, 2 * w.head_dim)
-        kv_LTHC = kv_LBHNC.permute(0, 1, 3, 2, 4).reshape(
-            layers, blocks * w.block_size_tokens, heads, 2 * w.head_dim
-        )
+        kv_LBNHC = torch.empty_like(
+            kv_LBHNC.transpose(2, 3), memory_format=torch.contiguous_format
+        ).copy_(kv_LBHNC.transpose(2, 3))
+        kv_LTHC = kv_LBNHC.view(layers, blocks * w.block_size_tokens, heads, 2 * w.head_dim)
         return kv_LTHC[..., : w.head_dim], kv_LTHC[..., w.head_dim :]
 
     def encode(self, k_LTHD: Tensor, v_LTHD: Tensor, out_LBHS: Tensor) -> None:

@@ -3,18 +3,18 @@
     reader ──raw chunk──► mapper ──mapped chunk──► writer
       READ(i+1)             map(i)                   WRITE(i−1)
 
-The three stages are coroutines joined by queues; a handoff owns two raw and two mapped buffers of
-the replica's registered pool. The reader starts before the target has announced its blocks. The
-last WRITE carries the done notification, and it leaves only after the source has confirmed that
-the blocks were still held when the last READ landed. When it has to stop, and who is told so, is
-`conversion.py`'s business.
+The three stages are coroutines joined by queues; a handoff owns a raw and a mapped part of the
+replica's registered pool, of two or more chunks each. Two READs are under way at a time, so that a
+link does not fall idle while the next one is asked for; WRITEs are posted as they come. The reader
+starts before the target has announced its blocks. The last WRITE carries the done notification; it
+leaves alone, after all others have landed and the source has confirmed that the blocks were still
+held when the last READ did. When it has to stop, and who is told so, is `conversion.py`'s business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cluster.errors import HandoffError, HandoffRefused
 from cluster.transport import Transfer
+from deployments.chunking import PACED
 from deployments.control import ask
 from deployments.layout import descriptors
 from deployments.messages import (
@@ -36,25 +37,12 @@ from deployments.messages import (
     Verdict,
     done_notification,
 )
+from deployments.tally import Tally
 from deployments.workshop import Slot, Workshop, chunk_views, peer_of
 
 T = TypeVar("T")
 _CONTROL_TIMEOUT_S = 5.0
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """What a handoff cost; the mapper's own clock. Stages overlap."""
-
-    cold: bool = False
-    bytes_read: int = 0
-    bytes_written: int = 0
-    chunks: int = 0
-    mapped_tokens: int = 0
-    read_s: float = 0.0
-    map_s: float = 0.0
-    write_s: float = 0.0
-    wait_target_s: float = 0.0
+_READS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +51,13 @@ class _RawChunk:
     last_token: int
     buffers: list[Tensor]
     pool: Tensor
+    landed: asyncio.Task[None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MappedChunk:
+    first_token: int
+    last_token: int
     block_ids: tuple[int, ...]
     last: bool
     buffers: list[Tensor]
@@ -100,12 +91,19 @@ class Pipeline:
         self.tally.cold = await self.shop.connect(self.order.ticket.layout)
         raw: asyncio.Queue[_RawChunk | None] = asyncio.Queue()
         mapped: asyncio.Queue[_MappedChunk | None] = asyncio.Queue()
-        free_raw, free_mapped = _queue_of(slot.raw), _queue_of(slot.mapped)
+        tokens = self.order.covered_tokens - self.order.first_token
+        chunk_tokens = self.shop.cutting.chunk_tokens(tokens, self.shop.costs)
+        buffers = self.shop.cutting.buffers(chunk_tokens)
+        free_raw, free_mapped = _pieces(slot.raw, buffers), _pieces(slot.mapped, buffers)
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._read(free_raw, raw, held))
+            group.create_task(self._read(group, chunk_tokens, free_raw, raw, held))
             group.create_task(self._map(raw, free_raw, free_mapped, mapped))
-            group.create_task(self._write(mapped, free_mapped, held))
+            group.create_task(self._write(group, mapped, free_mapped, held))
+        for stage in PACED:
+            self.shop.costs[stage].saw(
+                self.tally.chunks, self.tally.mapped_tokens, self.tally.spent_s(stage)
+            )
 
     async def settle(self) -> None:
         """Wait until NIXL has reported the end of everything that was posted."""
@@ -114,6 +112,8 @@ class Pipeline:
 
     async def _read(
         self,
+        group: asyncio.TaskGroup,
+        chunk_tokens: int,
         free: asyncio.Queue[Tensor],
         out: asyncio.Queue[_RawChunk | None],
         held: asyncio.Future[None],
@@ -121,28 +121,47 @@ class Pipeline:
         ticket, layout = self.order.ticket, self.order.ticket.layout
         size = layout.block_size_tokens
         await self._require_held(Claim(ticket_id=ticket.ticket_id, lease_s=self.shop.deadline_s))
-        async for first, last in self._spans():
+        landed: list[asyncio.Task[None]] = []
+        async for first, last in self._spans(chunk_tokens):
+            if len(landed) >= _READS_UNDER_WAY:
+                await landed[-_READS_UNDER_WAY]
             pool = await free.get()
             block_ids = ticket.block_ids[first // size : -(-last // size)]
             buffers = chunk_views(pool, layout, len(block_ids))
-            spent_s, done = await _timed(self._transfer("READ", layout, block_ids, buffers))
-            self.tally.read_s += spent_s
-            self.tally.bytes_read += done
+            landed.append(group.create_task(self._read_chunk(first, last, block_ids, buffers)))
             out.put_nowait(
-                _RawChunk(first_token=first, last_token=last, buffers=buffers, pool=pool)
+                _RawChunk(
+                    first_token=first,
+                    last_token=last,
+                    buffers=buffers,
+                    pool=pool,
+                    landed=landed[-1],
+                )
             )
+        await asyncio.gather(*landed)
         out.put_nowait(None)
         await self._require_held(Release(ticket_id=ticket.ticket_id))
         held.set_result(None)
 
-    async def _spans(self) -> AsyncIterator[tuple[int, int]]:
+    async def _read_chunk(
+        self, first: int, last: int, block_ids: tuple[int, ...], buffers: list[Tensor]
+    ) -> None:
+        layout = self.order.ticket.layout
+        with self.tally.step("read", first, last):
+            moved_bytes = await self._transfer("READ", layout, block_ids, buffers)
+        self.tally.bytes_read += moved_bytes
+
+    async def _spans(self, step: int) -> AsyncIterator[tuple[int, int]]:
         """Token ranges to read, in order; all begin on a block of both engines.
 
         They begin where the router believes that the target's own KV ends. A target that has lost
         some of it announces more: then they begin anew, further in front.
         """
-        order, grid, step = self.order, self.shop.block_grid_tokens, self.shop.chunk_tokens
+        order, grid = self.order, self.shop.cutting.grid_tokens
         begin = first = order.first_token // grid * grid
+        # UCX serves READs that are under way together in turns. Were they equal, they would end
+        # together: the map would begin late, and the link fall idle.
+        next_tokens = max(step // 2 // grid * grid, grid)
         while True:
             end = order.covered_tokens
             if self.target.done():
@@ -152,9 +171,9 @@ class Pipeline:
                     begin = first = wanted
                 first, end = max(first, wanted), target.start_token + target.num_tokens
             if first < end:
-                last = min(first + step, order.covered_tokens)
+                last = min(first + next_tokens, order.covered_tokens)
                 yield first, last
-                first = last
+                first, next_tokens = last, step
             elif begin == 0 or self.target.done():
                 return
             else:
@@ -179,12 +198,13 @@ class Pipeline:
     ) -> None:
         written: int | None = None
         while (chunk := await raw.get()) is not None:
-            spent_s, (k_LTHD, v_LTHD) = await _timed(self._compute(partial(self._apply, chunk)))
-            self.tally.map_s += spent_s
+            await chunk.landed
+            with self.tally.step("map", chunk.first_token, chunk.last_token):
+                k_LTHD, v_LTHD = await self._compute(partial(self._apply, chunk))
             self.tally.mapped_tokens += chunk.last_token - chunk.first_token
             free_raw.put_nowait(chunk.pool)
-            spent_s, target = await _timed(self.target)
-            self.tally.wait_target_s += spent_s
+            with self.tally.step("wait_target", chunk.first_token, chunk.last_token):
+                target = await self.target
             end = target.start_token + target.num_tokens
             first = target.start_token if written is None else written
             last = min(chunk.last_token, end)
@@ -198,13 +218,13 @@ class Pipeline:
             buffers = chunk_views(pool, target.layout, hi - lo)
             wanted = slice(first - chunk.first_token, last - chunk.first_token)
             k_LTHD, v_LTHD = k_LTHD[:, wanted], v_LTHD[:, wanted]
-            spent_s, _ = await _timed(
-                self._compute(partial(self._encode, target.layout, k_LTHD, v_LTHD, buffers))
-            )
-            self.tally.map_s += spent_s
+            with self.tally.step("map", first, last):
+                await self._compute(partial(self._encode, target.layout, k_LTHD, v_LTHD, buffers))
             self.tally.chunks += 1
             out.put_nowait(
                 _MappedChunk(
+                    first_token=first,
+                    last_token=last,
                     block_ids=target.block_ids[lo:hi],
                     last=last == end,
                     buffers=buffers,
@@ -239,27 +259,29 @@ class Pipeline:
 
     async def _write(
         self,
+        group: asyncio.TaskGroup,
         mapped: asyncio.Queue[_MappedChunk | None],
         free: asyncio.Queue[Tensor],
         held: asyncio.Future[None],
     ) -> None:
-        connected = False
+        landed: list[asyncio.Task[None]] = []
         while (chunk := await mapped.get()) is not None:
-            layout = self.target.result().layout
-            if not connected:
-                self.tally.cold |= await self.shop.connect(layout)
-                connected = True
-            note = b""
+            if not landed:
+                self.tally.cold |= await self.shop.connect(self.target.result().layout)
             if chunk.last:
-                await held
-                note = done_notification(self.order.handoff_id)
-            spent_s, done = await _timed(
-                self._transfer("WRITE", layout, chunk.block_ids, chunk.buffers, note)
+                await asyncio.gather(held, *landed)
+            landed.append(group.create_task(self._write_chunk(chunk, free)))
+
+    async def _write_chunk(self, chunk: _MappedChunk, free: asyncio.Queue[Tensor]) -> None:
+        layout = self.target.result().layout
+        note = done_notification(self.order.handoff_id) if chunk.last else b""
+        with self.tally.step("write", chunk.first_token, chunk.last_token):
+            moved_bytes = await self._transfer(
+                "WRITE", layout, chunk.block_ids, chunk.buffers, note
             )
-            self.tally.write_s += spent_s
-            self.tally.bytes_written += done
-            self.notified |= chunk.last
-            free.put_nowait(chunk.pool)
+        self.tally.bytes_written += moved_bytes
+        self.notified |= chunk.last
+        free.put_nowait(chunk.pool)
 
     async def _transfer(
         self,
@@ -294,14 +316,10 @@ class Pipeline:
         return sum(result.bytes for result in results if isinstance(result, Transfer))
 
 
-def _queue_of(pieces: tuple[Tensor, ...]) -> asyncio.Queue[Tensor]:
+def _pieces(pool: Tensor, count: int) -> asyncio.Queue[Tensor]:
+    """Buffers of one size out of a part of the pool."""
     queue: asyncio.Queue[Tensor] = asyncio.Queue()
-    for piece in pieces:
-        queue.put_nowait(piece)
+    size = pool.numel() // count
+    for at in range(count):
+        queue.put_nowait(pool[at * size : (at + 1) * size])
     return queue
-
-
-async def _timed(work: Awaitable[T]) -> tuple[float, T]:
-    started = time.perf_counter()
-    result = await work
-    return time.perf_counter() - started, result

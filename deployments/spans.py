@@ -10,10 +10,11 @@
 The root continues the client's `traceparent`. The router's spans are made in `observer.py`, the
 others here, each in the process that spends the time and by that process's clock alone: no interval
 is told twice. So bytes and the mapper's stages are on `convert` only, as attributes, for reading,
-mapping and writing overlap and their sums are no intervals; what `handoff` has left after its
-children is the target admitting the request and reading its own part. The root's token counts are
-what the client got, an engine's are what it computed: add up one kind or the other. Tokens that
-came as mapped KV count as cached.
+mapping and writing overlap and their sums are no intervals; each chunk's way through them is there
+as events, one at the end of every step. What `handoff` has left after its children is the target
+admitting the request and reading its own part. The root's token counts are what the client got, an
+engine's are what it computed: add up one kind or the other. Tokens that came as mapped KV count as
+cached.
 
 A handoff that was tried and failed has both calls of the target below the root, the first one
 cancelled. A call without a trace context, as for the shadow of an answer, is a trace of its own.
@@ -37,7 +38,7 @@ from opentelemetry.util.types import AttributeValue
 from cluster import telemetry
 from cluster.errors import HandoffError
 from deployments.messages import HandoffOrder
-from router.ports import EngineRequest, HandoffReport
+from router.ports import EngineRequest, HandoffReport, HandoffStep
 
 CANCELLED = "cancelled"
 """Finish reason, or outcome, of what its caller gave up; that is no error."""
@@ -165,6 +166,8 @@ class Conversion(_Timed):
     def _conclude(self, error: BaseException | None) -> None:
         if self._report is not None:
             self._span.set_attributes(_costs(self._report))
+            for step in self._report.steps:
+                self._show(step)
             return
         reason = error.reason if isinstance(error, HandoffError) else None
         if reason is None:
@@ -174,6 +177,17 @@ class Conversion(_Timed):
         self._span.set_attribute(telemetry.HANDOFF_REASON, reason)
         if not unwanted:
             self._fail(reason)
+
+    def _show(self, step: HandoffStep) -> None:
+        self._span.add_event(
+            step.stage,
+            {
+                telemetry.STEP_FIRST_TOKEN: step.first_token,
+                telemetry.STEP_LAST_TOKEN: step.last_token,
+                telemetry.STEP_S: step.seconds,
+            },
+            self._started_unix_ns + round(1e9 * step.end_s),
+        )
 
 
 def _costs(report: HandoffReport) -> dict[str, AttributeValue]:

@@ -14,6 +14,7 @@ import zmq.asyncio
 from torch import Tensor
 
 from cluster.transport import Initiator, Peer
+from deployments.chunking import Cutting, new_costs
 from deployments.layout import DTYPES, EngineCodec
 from deployments.messages import EngineLayout, WorkerLayout
 from mappers.mapper import Mapper
@@ -22,7 +23,8 @@ _KEPT_CODECS = 16
 
 
 class Workshop:
-    """What all handoffs of one replica share: the map, the agent, one compute thread."""
+    """What all handoffs of one replica share: the map, the agent, one compute thread, and what
+    chunks cost until now."""
 
     def __init__(
         self,
@@ -31,16 +33,15 @@ class Workshop:
         initiator: Initiator,
         device: torch.device,
         context: zmq.asyncio.Context,
-        chunk_tokens: int,
-        block_grid_tokens: int,
+        cutting: Cutting,
         deadline_s: float,
     ) -> None:
         self.mapper = mapper
         self.initiator = initiator
         self.device = device
         self.context = context
-        self.chunk_tokens = chunk_tokens
-        self.block_grid_tokens = block_grid_tokens
+        self.cutting = cutting
+        self.costs = new_costs()
         self.deadline_s = deadline_s
         self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
         self._codecs: dict[str, EngineCodec] = {}
@@ -76,17 +77,17 @@ def peer_of(worker: WorkerLayout) -> Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Buffers of one handoff: two raw and two mapped ones, so that neighbours overlap."""
+    """Memory of one handoff for raw and for mapped chunks, two of the largest each."""
 
-    raw: tuple[Tensor, Tensor]
-    mapped: tuple[Tensor, Tensor]
+    raw: Tensor
+    mapped: Tensor
 
 
 def slot_bytes(mapper: Mapper, chunk_tokens: int, dtype: str) -> tuple[int, int]:
-    """Bytes of one raw and of one mapped buffer for chunks of so many tokens."""
+    """Bytes of a slot's raw and of its mapped part, for two chunks of so many tokens."""
     item = DTYPES[dtype].itemsize
     raw, mapped = (
-        g.layers * chunk_tokens * g.kv_heads * 2 * g.head_dim * item
+        2 * g.layers * chunk_tokens * g.kv_heads * 2 * g.head_dim * item
         for g in (mapper.source, mapper.target)
     )
     return raw, mapped

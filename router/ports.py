@@ -83,13 +83,35 @@ class EngineRequest:
     traceparent: str | None = None
 
 
+Stage = Literal["read", "map", "wait_target", "write"]
+"""What a mapper does with a chunk, in this order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffStep:
+    """A chunk in one stage of the mapper: tokens from the order's beginning, seconds from its start
+    on the mapper's clock."""
+
+    stage: Stage
+    first_token: int
+    last_token: int
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class HandoffReport:
     """What one finished handoff cost, as told by the processes that spent the time.
 
     Stages overlap: `read_s` + `map_s` + `write_s` exceeds `convert_s`, which runs in the mapper
     from the order to the last WRITE. `wait_target_s` is how long finished work waited for the
-    target's blocks. `cold` is true when a NIXL handshake with a peer was part of it.
+    target's blocks. `cold` is true when a NIXL handshake with a peer was part of it. `steps` are
+    the stages' pieces in the order of their ends.
     """
 
     covered_tokens: int
@@ -103,6 +125,7 @@ class HandoffReport:
     convert_s: float
     chunks: int
     cold: bool
+    steps: tuple[HandoffStep, ...] = ()
 
     @property
     def stages_s(self) -> dict[str, float]:

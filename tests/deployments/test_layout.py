@@ -139,3 +139,11 @@ def test_neighbouring_blocks_become_one_descriptor() -> None:
 def test_a_block_outside_the_pool_is_refused(block_ids: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="outside the pool of 10"):
         descriptors(worker(), block_ids, buffer_address=0)
+
+
+def test_decoded_tensors_share_no_memory_with_the_chunk() -> None:
+    # One block with one head could be told as a view, and the buffer is filled again at once.
+    chunk_LBHS = torch.zeros(3, 1, 1, N * 2 * D, dtype=torch.bfloat16)
+    k_LTHD, v_LTHD = BlockCodec(worker(kv_heads=1), torch.device("cpu")).decode(chunk_LBHS)
+    chunk_LBHS.fill_(1)
+    assert k_LTHD.abs().max() == 0 and v_LTHD.abs().max() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from cluster.telemetry import make_tracer, make_tracer_provider, traceparent_of
 from deployments.messages import HandoffOrder
 from deployments.observer import Observer
 from deployments.spans import Conversion, Generation
-from router.ports import EngineRequest
+from router.ports import EngineRequest, HandoffStep
 from tests.collector import Collector
 from tests.fakes import report
 from tests.router_bench import Bench
@@ -164,6 +165,25 @@ def test_a_conversion_is_a_span_with_the_mappers_own_account(memory: Memory) -> 
     }
     assert found.start_time is not None and found.end_time is not None
     assert found.end_time - found.start_time < 50_000_000
+
+
+def test_every_chunks_way_through_a_mapper_is_told_by_events(memory: Memory) -> None:
+    steps = (
+        HandoffStep(stage="read", first_token=0, last_token=32, begin_s=0.001, end_s=0.004),
+        HandoffStep(stage="map", first_token=0, last_token=32, begin_s=0.004, end_s=0.009),
+    )
+    with Conversion(memory.tracer, "small_to_large", order()) as span:
+        span.done(replace(report(64), steps=steps))
+    found = memory.only
+    assert [event.name for event in found.events] == ["read", "map"]
+    last = found.events[-1]
+    assert found.start_time is not None
+    assert last.timestamp - found.start_time == 9_000_000
+    assert last.attributes == {
+        "kvcascade.step.first_token": 0,
+        "kvcascade.step.last_token": 32,
+        "kvcascade.step.seconds": pytest.approx(0.005),
+    }
 
 
 @pytest.mark.parametrize(
