@@ -120,13 +120,15 @@ def plan(
     gpu_memory_gb: fleet.GpuMemoryGb = None,
     mapper_at: fleet.MapperAt = "apart",
     link_latency_ms: fleet.LinkLatencyMs = 0.0,
+    chunk_tokens: fleet.ChunkTokens = None,
+    read_ahead: fleet.ReadAhead = True,
     step_tokens: fleet.StepTokens = None,
     max_seqs: fleet.MaxSeqs = None,
     lease_s: fleet.LeaseS = None,
     first_token_s: fleet.FirstTokenS = 2.0,
     tpot_ms: fleet.TpotMs = 50.0,
     price: fleet.Price = 3.0,
-    measured: fleet.MeasuredFile = None,
+    measured: fleet.MeasuredFiles = None,
 ) -> None:
     """Size a mapper and a handoff from two models' shapes, before anything is downloaded.
 
@@ -153,7 +155,7 @@ def plan(
         average_pair_gb=average_pair_gb,
     )
     supports = _supports(support)
-    if simulate or measured is not None:
+    if simulate or measured:
         known_gb = catalog().gpu(name).memory_gb if name is not None else None
         _simulate(context, scenario, known_gb if gpu_memory_gb is None else gpu_memory_gb, supports)
         return
@@ -189,7 +191,7 @@ def _simulate(
     given = context.params
     pair = architecture(given["source"]), architecture(given["target"])
     setup = fleet.make_setup(given, *pair, scenario, gpu_memory_gb, supports[0])
-    if given["measured"] is not None:
+    if given["measured"]:
         _compare(setup, given["measured"], given["as_json"])
         return
     plot: Path | None = given["plot"]
@@ -211,11 +213,12 @@ def _simulate(
         print_simulation(report)
 
 
-def _compare(setup: Setup, path: Path, as_json: bool) -> None:
-    from cluster.simulate_measured import compare, read_measured
+def _compare(setup: Setup, paths: list[Path], as_json: bool) -> None:
+    from cluster.simulate_measured import compare
+    from cluster.simulate_runs import read_cases
     from cluster.simulate_tables import print_compared
 
-    rows = compare(setup, read_measured(path))
+    rows = compare(read_cases(paths, setup))
     if as_json:
         typer.echo(json.dumps([row.model_dump(mode="json") for row in rows], indent=2))
     else:

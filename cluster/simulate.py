@@ -18,17 +18,18 @@ import simpy
 from cluster.catalog import Architecture
 from cluster.errors import ConfigError
 from cluster.plan_report import Scenario
-from cluster.simulate_cost import EngineCost, HandoffCost, engine_cost
+from cluster.simulate_cost import EngineCost, HandoffCost, Machine, engine_cost, handoff_cost
 from cluster.simulate_engine import Engine, Work
-from cluster.simulate_handoff import Ends, Handoffs, Mapper, Mappers, Order
+from cluster.simulate_handoff import Handoffs, Order
 from cluster.simulate_load import Request
+from cluster.simulate_mappers import Ends, Mapper, Mappers
 from cluster.simulate_share import Level, Window
-from cluster.simulate_spec import Load, Pool, Replicas, Rules, Variant, pools_of
+from cluster.simulate_spec import Load, Pool, Replicas, Resource, Rules, Variant, pools_of
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything about a fleet but its size and its rate."""
+    """Everything about a fleet but its size and its rate. A `machine` replaces the GPUs."""
 
     source: Architecture
     target: Architecture
@@ -36,10 +37,16 @@ class Setup:
     link_gbps: float
     load: Load
     rules: Rules
+    machine: Machine | None = None
 
     def engine(self, pool: Pool) -> EngineCost:
         model = self.source if pool == "small" else self.target
-        return engine_cost(model, self.rules.gpus(pool), self.scenario, self.rules)
+        gpus = self.rules.gpus(pool)
+        return engine_cost(model, gpus, self.scenario, self.rules, self.machine)
+
+    @property
+    def handoff(self) -> HandoffCost:
+        return handoff_cost(self.source, self.target, self.scenario, self.rules, self.machine)
 
 
 class EnginePool:
@@ -107,22 +114,26 @@ class Fleet:
             if not count:
                 raise ConfigError(f"{variant} needs {pool} replicas; give at least 1")
             if pool == "mapper":
-                self.mappers = [Mapper(setup.link_gbps, self.window) for _ in range(count)]
+                self.mappers = [
+                    Mapper(setup.link_gbps, self.window, rules.local_gbps) for _ in range(count)
+                ]
                 continue
             seed = load.seed * 2 + (pool == "large")
             self.pools[pool] = EnginePool(
                 self.env, setup.engine(pool), count, setup.link_gbps, rules, self.window, seed
             )
             self._check_room(pool)
-        cost = HandoffCost(setup.source, setup.target, setup.scenario, rules)
         self._queue = Mappers(self.env, self.mappers, rules.concurrent_handoffs)
-        self.handoffs = Handoffs(self.env, self._queue, cost, rules, self.window)
+        self.handoffs = Handoffs(self.env, self._queue, setup.handoff, rules, self.window)
         self.recomputed: Counter[str] = Counter()
         self.samples = Samples([], [], [], [], [])
         self.in_system = Level(self.window)
         self.sojourn_s = 0.0
         self.ended = 0
         self.grown: dict[Pool, tuple[int, int]] = {}
+        self.kept: dict[Pool, tuple[int, int]] = {}
+        self.places_wait_for: Counter[Resource] = Counter()
+        self.looks = 0
 
     def run(self) -> None:
         """Let all requests arrive and end."""
@@ -151,16 +162,24 @@ class Fleet:
                 self._answer(request, "small", request.small_tokens)
 
     def _watch(self) -> Generator[simpy.Event, Any, None]:
-        """Notes how full each pool is before and after the second half of the measured time."""
+        """Notes how full each pool is before and after the second half of the measured time, and
+        every second what the mappers' places are held for.
+        """
         middle_s = (self.window.start_s + self.window.end_s) / 2
-        before: dict[Pool, int] = {}
+        before: dict[Pool, tuple[int, int]] = {}
         for until_s in (middle_s, self.window.end_s):
+            self.places_wait_for.clear()
+            self.looks = 0
             while self.env.now < until_s:
                 yield self.env.timeout(min(1.0, until_s - self.env.now))
+                self.places_wait_for.update(self.handoffs.places_wait_for())
+                self.looks += 1
                 if self._on_second is not None:
                     self._on_second(self.env.now)
-            now = {pool: self.ongoing(pool) for pool in pools_of(self.variant)}
-            self.grown = {pool: (before.get(pool, 0), count) for pool, count in now.items()}
+            now = {pool: (self.ongoing(pool), self._kept(pool)) for pool in pools_of(self.variant)}
+            for pool, (ongoing, kept) in now.items():
+                was = before.get(pool, (0, 0))
+                self.grown[pool], self.kept[pool] = (was[0], ongoing), (was[1], kept)
             before = now
 
     def ongoing(self, pool: Pool) -> int:
@@ -168,6 +187,15 @@ class Fleet:
         if pool != "mapper":
             return self.pools[pool].ongoing
         return self._queue.waiting + sum(mapper.handoffs.value for mapper in self.mappers)
+
+    def _kept(self, pool: Pool) -> int:
+        """Those of them that the pool itself keeps: a handoff is its target's until that has
+        blocks, then it is the mappers'.
+        """
+        expected = sum(engine.expected for engine in self.pools["large"].engines)
+        if pool == "mapper":
+            return expected
+        return self.pools[pool].ongoing - (expected if pool == "large" else 0)
 
     def _measured(self, request: Request) -> bool:
         return request.arrives_s >= self.window.start_s
@@ -241,7 +269,6 @@ class Fleet:
 
         def failed(reason: str) -> None:
             self.recomputed[reason] += 1
-            source.unpin(before)
             target.recompute(work)
 
         work.remote, work.held_tokens = True, covered_tokens

@@ -75,6 +75,8 @@ class Engine:
         self.ongoing = 0
         self.reserved = Level(window)
         self.pinned_tokens = 0
+        self._expected = 0
+        self._expected_tokens = 0
         self.busy_s = 0.0
         self.arithmetic_s = 0.0
         env.process(self._run())
@@ -87,16 +89,41 @@ class Engine:
     def arrived(self, work: Work) -> None:
         """The remote KV of an allocated work is there."""
         assert work.allocated and work.remote
+        self._expect(work, -1)
         self._ready.append(work)
         self._awake()
 
     def recompute(self, work: Work) -> None:
         """Nothing will come for a remote work: the engine reads all of it."""
+        if work.allocated:
+            self._expect(work, -1)
         work.remote = False
         work.held_tokens = 0
         if work.allocated:
             self._ready.append(work)
             self._awake()
+
+    @property
+    def expected(self) -> int:
+        """Requests that are here and wait for KV from elsewhere.
+
+        Also those that wait for room which the KV that is awaited has reserved.
+        """
+        if not self._waiting or self._full:
+            return self._expected
+        first = self._waiting[0].pool_tokens
+        here_tokens = self.reserved.value - self._expected_tokens
+        blocked = not self._fits(self._waiting[0]) and here_tokens + first <= self.cost.pool_tokens
+        return self._expected + (len(self._waiting) if blocked else 0)
+
+    def _expect(self, work: Work, change: int) -> None:
+        self._expected += change
+        self._expected_tokens += change * work.pool_tokens
+
+    @property
+    def _full(self) -> bool:
+        """Whether as many requests run as may."""
+        return len(self._reading) + len(self._writing) >= self._rules.max_seqs
 
     def may_pin(self, work: Work) -> bool:
         """Whether tickets may hold the blocks of this work besides what they hold."""
@@ -181,7 +208,7 @@ class Engine:
             if budget <= 0:
                 break
             budget -= self._part(work, budget, parts)
-        while budget > 0 and len(self._reading) + len(self._writing) < self._rules.max_seqs:
+        while budget > 0 and not self._full:
             if self._ready:
                 work = self._ready.popleft()
             elif self._waiting and self._fits(self._waiting[0]):
@@ -191,6 +218,7 @@ class Engine:
                 if work.on_allocated is not None:
                     work.on_allocated()
                 if work.remote:
+                    self._expect(work, 1)
                     continue
             else:
                 break

@@ -1,13 +1,12 @@
 """Simulated handoffs: a queue for mapper replicas, then read, map and write as one pipeline.
 
-One part of each step goes first, alone; then all steps run at once on what is left, each at the
-rate that its link or GPU grants. With nothing else under way this takes exactly what
+With nothing else under way and a part for every layer this takes exactly what
 `cluster.plan.overlapped_s` says: the longest step, and one part of each other.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -15,76 +14,19 @@ from typing import Any
 import simpy
 
 from cluster.simulate_cost import HandoffCost
-from cluster.simulate_share import FairShare, Flow, Level, Port, Window
-from cluster.simulate_spec import Rules
-
-
-class Ends:
-    """The two directions of one replica's link, in bytes per second."""
-
-    def __init__(self, link_gbps: float) -> None:
-        self.out = Port(link_gbps * 1e9 / 8)
-        self.into = Port(link_gbps * 1e9 / 8)
-
-
-class Mapper:
-    """A mapper replica: its link, and a GPU that its handoffs share evenly."""
-
-    def __init__(self, link_gbps: float, window: Window) -> None:
-        self.ends = Ends(link_gbps)
-        self.gpu = Port(1.0)
-        self.handoffs = Level(window)
-
-
-class Mappers:
-    """Grants places on the mapper with the fewest handoffs, first come, first served."""
-
-    def __init__(self, env: simpy.Environment, mappers: list[Mapper], places: int) -> None:
-        self._env = env
-        self.mappers = mappers
-        self._places = places
-        self._queue: deque[simpy.Event] = deque()
-
-    def take(self) -> simpy.Event:
-        """An event whose value is the mapper; give it back with `give`."""
-        asked = self._env.event()
-        self._queue.append(asked)
-        self._grant()
-        return asked
-
-    def give(self, mapper: Mapper) -> None:
-        mapper.handoffs.add(-1, self._env.now)
-        self._grant()
-
-    def withdraw(self, asked: simpy.Event) -> None:
-        """No longer wanted: leave the queue, or give back what was granted."""
-        if asked.triggered:
-            mapper: Mapper | None = asked.value
-            assert mapper is not None
-            self.give(mapper)
-        else:
-            self._queue.remove(asked)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
-    def _grant(self) -> None:
-        while self._queue:
-            mapper = min(self.mappers, key=lambda one: one.handoffs.value)
-            if mapper.handoffs.value >= self._places:
-                return
-            mapper.handoffs.add(1, self._env.now)
-            self._queue.popleft().succeed(mapper)
+from cluster.simulate_mappers import Ends, Mapper, Mappers
+from cluster.simulate_pipeline import Pipeline, Step
+from cluster.simulate_share import FairShare, Port, Window
+from cluster.simulate_spec import Resource, Rules
 
 
 @dataclass(slots=True)
 class Order:
     """One handoff of `tokens` from `source` to `target`.
 
-    `allocated` happens when the target has blocks, `on_read` is called when the source may free
-    its own, `on_arrived` when the target holds all, `on_failed` with a reason when the lease ended
-    before the source was read.
+    `allocated` happens when the target has blocks. `on_read` is called once, when the source may
+    free its own; then `on_arrived` when the target holds all, or `on_failed` with a reason: the
+    `lease` ended before a mapper had a place, or the handoff was not over by its `deadline`.
     """
 
     tokens: int
@@ -97,10 +39,7 @@ class Order:
 
 
 class Handoffs:
-    """Conducts handoffs on the mappers of a fleet and counts them.
-
-    `held_up` are those that hold a mapper's place and wait for blocks of the target.
-    """
+    """Conducts handoffs on the mappers of a fleet and counts them."""
 
     def __init__(
         self,
@@ -115,79 +54,86 @@ class Handoffs:
         self._cost = cost
         self._rules = rules
         self._share = FairShare(env, window)
-        self.held_up = Level(window)
+        self._running: dict[Pipeline, None] = {}
         self.outcomes: Counter[str] = Counter()
         self.moved_tokens = 0
 
     def begin(self, order: Order) -> None:
         self._env.process(self._handoff(order))
 
+    def places_wait_for(self) -> Counter[Resource]:
+        """The handoffs that hold a mapper's place now, by what they wait for."""
+        return Counter(one.waits_for for one in self._running)
+
     def _handoff(self, order: Order) -> Generator[simpy.Event, Any, None]:
-        env = self._env
-        lease = env.timeout(self._rules.lease_s, value="lease")
-        copies = 2 if self._rules.place == "apart" else 1
-        yield env.timeout(self._cost.overhead_s + copies * self._rules.link_latency_ms / 1e3)
+        env, rules = self._env, self._rules
+        lease, deadline = env.timeout(rules.lease_s), env.timeout(rules.deadline_s)
+        copies = 2 if rules.place == "apart" else 1
+        yield env.timeout(self._cost.overhead_s + copies * rules.link_latency_ms / 1e3)
+        if not rules.read_ahead:
+            yield order.allocated | lease
+            if not order.allocated.triggered:
+                self._fail(order, "lease")
+                return
         asked = self._mappers.take()
         yield asked | lease
         if not asked.triggered:
             self._mappers.withdraw(asked)
-            self._fail(order)
+            self._fail(order, "lease")
             return
+        # A mapper that begins has the source wait until the deadline.
         mapper: Mapper | None = asked.value
         assert mapper is not None
-        starts = self._steps(order, mapper)
-        part = 1 / self._cost.stages
-        for number, start in enumerate(starts):
-            if number == len(starts) - 1:
-                self.held_up.add(1, env.now)
-                yield order.allocated | lease
-                self.held_up.add(-1, env.now)
-                if not order.allocated.triggered:
-                    self._mappers.give(mapper)
-                    self._fail(order)
-                    return
-            flow = start(part)
-            yield flow.done | lease
-            if not flow.done.triggered:
-                self._share.cancel(flow)
-                self._mappers.give(mapper)
-                self._fail(order)
-                return
-        flows = [start(1 - part) for start in starts]
-        yield flows[0].done | lease
-        if not flows[0].done.triggered:
-            for flow in flows:
-                self._share.cancel(flow)
-            self._mappers.give(mapper)
-            self._fail(order)
-            return
-        order.on_read()
-        yield env.all_of([flow.done for flow in flows])
+        pipeline = Pipeline(
+            env,
+            self._share,
+            self._steps(order, mapper),
+            order.allocated,
+        )
+        self._running[pipeline] = None
+        yield pipeline.read | deadline
+        if pipeline.read.triggered:
+            order.on_read()
+            yield pipeline.done | deadline
+        pipeline.cancel()
+        del self._running[pipeline]
         self._mappers.give(mapper)
-        self.outcomes["mapped"] += 1
-        self.moved_tokens += order.tokens
-        order.on_arrived()
+        if pipeline.done.triggered:
+            self.outcomes["mapped"] += 1
+            self.moved_tokens += order.tokens
+            order.on_arrived()
+        else:
+            self._fail(order, "deadline", freed=pipeline.read.triggered)
 
-    def _fail(self, order: Order) -> None:
-        self.outcomes["lease"] += 1
-        order.on_failed("lease")
+    def _fail(self, order: Order, reason: str, *, freed: bool = False) -> None:
+        self.outcomes[reason] += 1
+        if not freed:
+            order.on_read()
+        order.on_failed(reason)
 
-    def _steps(self, order: Order, mapper: Mapper) -> list[Callable[[float], Flow]]:
-        """What starts a share of each step, in order of the pipeline."""
-        cost, place = self._cost, self._rules.place
-        read_bytes = order.tokens * cost.read_bytes_per_token
-        write_bytes = order.tokens * cost.write_bytes_per_token
-        map_s = cost.map_s(order.tokens)
+    def _steps(self, order: Order, mapper: Mapper) -> list[Step]:
+        """The pipeline. The copy within a node is a step where it takes time.
 
-        def read(part: float) -> Flow:
-            return self._share.start(read_bytes * part, order.source.out, mapper.ends.into)
+        Before the target has blocks nothing is written, and one chunk is mapped.
+        """
+        place = self._rules.place
+        chunks = self._cost.chunks(order.tokens)
+        within = None if mapper.local is None else (mapper.local,)
+        into, out = (order.source.out, mapper.ends.into), (mapper.ends.out, order.target.into)
+        read_ports = within if place == "sender" else into
+        write_ports = within if place == "receiver" else out
+        steps = []
+        if read_ports is not None:
+            read_bytes = [one.read_bytes for one in chunks]
+            steps.append(Step(read_bytes, read_ports, _resource(read_ports, within)))
+        ahead = 0 if write_ports is None else 1
+        steps.append(Step([one.map_s for one in chunks], (mapper.gpu,), "mapper", ahead))
+        if write_ports is not None:
+            write_bytes = [one.write_bytes for one in chunks]
+            steps.append(Step(write_bytes, write_ports, _resource(write_ports, within), 0))
+        return steps
 
-        def convert(part: float) -> Flow:
-            return self._share.start(map_s * part, mapper.gpu)
 
-        def write(part: float) -> Flow:
-            return self._share.start(write_bytes * part, mapper.ends.out, order.target.into)
-
-        if place == "receiver":
-            return [read, convert]
-        return [convert, write] if place == "sender" else [read, convert, write]
+def _resource(ports: tuple[Port, ...], within: tuple[Port, ...] | None) -> Resource:
+    """A copy within the mapper's node is its own work."""
+    return "mapper" if ports is within else "link"

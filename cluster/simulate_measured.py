@@ -1,44 +1,93 @@
-"""Compares measured takeovers with the simulation of the same setting: one request, idle fleet.
+"""Compares measurements with the simulation of the same setting.
 
-A measurement is the time from the decision to escalate to the large model's first token. Knows
-nothing of how it was taken.
+A measurement is the time from the decision to escalate to the large model's first token, of one
+request in an idle fleet; or how many handoffs a second mappers finish while a number of them is in
+flight. Knows nothing of how either was taken.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cluster.errors import ConfigError
 from cluster.simulate import Fleet, Setup
+from cluster.simulate_cost import HandoffCost
 from cluster.simulate_load import Request
+from cluster.simulate_loop import handoffs_per_s
 from cluster.simulate_spec import Replicas, Variant
 
 AGREEMENT = 0.25
 """A simulation agrees with a measurement when they differ by at most this share of it."""
 
 
-class Measured(BaseModel):
-    """One measurement. `path` says whether the large model got mapped KV or read again."""
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model_config = ConfigDict(frozen=True)
+
+class Measured(_Frozen):
+    """One takeover. `path` says whether the large model got mapped KV or read again.
+
+    `at` is the node of the mapper: its source's, its target's or its `own`; unset, as simulated
+    otherwise. Without `link_gbps` nothing limited the links.
+    """
 
     prompt_tokens: PositiveInt
-    link_gbps: PositiveFloat
+    link_gbps: PositiveFloat | None
     path: Literal["mapped", "recompute"]
     seconds: PositiveFloat
+    at: Literal["source", "target", "own"] | None = None
+
+    @property
+    def value(self) -> float:
+        return self.seconds
 
 
-class Compared(BaseModel):
-    """A measurement beside its simulation; `error` is (simulated - measured) / measured."""
+class MeasuredLoop(_Frozen):
+    """Handoffs of `tokens` that `mappers` finish while `in_flight` are always under way.
 
-    model_config = ConfigDict(frozen=True)
+    Each mapper has a link of `link_gbps`, and nothing else limits but, where it is given, the
+    engines' links of `engine_gbps`. `besides_ms` is what a request takes outside of its mapper.
+    Unset fields are the pair's and the configuration's.
+    """
 
-    measured: Measured
-    simulated_s: float
+    mappers: PositiveInt
+    link_gbps: PositiveFloat
+    in_flight: PositiveInt
+    tokens: PositiveInt
+    handoffs_per_s: PositiveFloat
+    engine_gbps: PositiveFloat | None = None
+    besides_ms: NonNegativeFloat | None = None
+    map_tokens_per_s: PositiveFloat | None = None
+    read_bytes_per_token: PositiveFloat | None = None
+    write_bytes_per_token: PositiveFloat | None = None
+    chunk_tokens: PositiveInt | None = None
+    concurrent_handoffs: PositiveInt | None = None
+
+    @property
+    def value(self) -> float:
+        return self.handoffs_per_s
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measurement, and the setting in which it is simulated."""
+
+    measured: Measured | MeasuredLoop
+    setup: Setup
+
+
+class Compared(_Frozen):
+    """A measurement beside its simulation, in seconds or in handoffs per second.
+
+    `error` is (simulated - measured) / measured.
+    """
+
+    measured: Measured | MeasuredLoop
+    simulated: float
     error: float
 
     @property
@@ -46,31 +95,46 @@ class Compared(BaseModel):
         return abs(self.error) <= AGREEMENT
 
 
-def read_measured(path: Path) -> list[Measured]:
-    """A JSON list of measurements. Raises ConfigError that names the first wrong entry."""
-    try:
-        return TypeAdapter(list[Measured]).validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a JSON file of measurements") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"{path}: {where or 'the file'}: {first['msg']}; write a list of "
-            '{"prompt_tokens", "link_gbps", "path": "mapped" or "recompute", "seconds"}'
-        ) from None
-
-
-def compare(setup: Setup, rows: list[Measured]) -> list[Compared]:
-    """Simulate each row's prompt, link and path with the models, GPUs and rules of `setup`."""
+def compare(cases: Sequence[Case]) -> list[Compared]:
+    """Simulate each case."""
     results = []
-    for row in rows:
-        variant: Variant = "handoff" if row.path == "mapped" else "reprefill"
-        at_link = replace(setup, link_gbps=row.link_gbps)
-        simulated_s = lone_takeover(at_link, variant, row.prompt_tokens).large_s
-        error = (simulated_s - row.seconds) / row.seconds
-        results.append(Compared(measured=row, simulated_s=simulated_s, error=error))
+    for case in cases:
+        measured = case.measured
+        if isinstance(measured, MeasuredLoop):
+            simulated = _loop_per_s(case.setup, measured)
+        else:
+            variant: Variant = "handoff" if measured.path == "mapped" else "reprefill"
+            simulated = lone_takeover(case.setup, variant, measured.prompt_tokens).large_s
+        error = (simulated - measured.value) / measured.value
+        results.append(Compared(measured=measured, simulated=simulated, error=error))
     return results
+
+
+def _loop_per_s(setup: Setup, row: MeasuredLoop) -> float:
+    changed = {"place": "apart"} | {
+        name: value
+        for name in ("chunk_tokens", "concurrent_handoffs")
+        if (value := getattr(row, name)) is not None
+    }
+    setup = replace(setup, rules=setup.rules.model_copy(update=changed))
+    usual, rate = setup.handoff, row.map_tokens_per_s
+    cost = HandoffCost(
+        overhead_s=usual.overhead_s if row.besides_ms is None else row.besides_ms / 1e3,
+        read_bytes_per_token=row.read_bytes_per_token or usual.read_bytes_per_token,
+        write_bytes_per_token=row.write_bytes_per_token or usual.write_bytes_per_token,
+        map_s=usual.map_s if rate is None else lambda tokens: tokens / rate,
+        chunk_tokens=usual.chunk_tokens,
+        layers=usual.layers,
+    )
+    return handoffs_per_s(
+        cost,
+        setup.rules,
+        mappers=row.mappers,
+        link_gbps=row.link_gbps,
+        engine_gbps=row.engine_gbps,
+        in_flight=row.in_flight,
+        tokens=row.tokens,
+    )
 
 
 class Takeover(BaseModel):

@@ -84,6 +84,13 @@ MapperAt = Annotated[
     str, _option(help="`receiver`, `sender`, or `apart`: both copies go over links.")
 ]
 LinkLatencyMs = Annotated[float, _option(help="Latency of one transfer.", min=0)]
+ChunkTokens = Annotated[
+    int | None,
+    _option(help="Tokens that a handoff moves as one. Unset: as configured by default.", min=1),
+]
+ReadAhead = Annotated[
+    bool, _option(help="Mappers begin before the target has blocks, as the product does.")
+]
 StepTokens = Annotated[
     int | None, _option(help="Tokens of one engine step. Unset: as configured by default.", min=1)
 ]
@@ -99,11 +106,12 @@ FirstTokenS = Annotated[
 ]
 TpotMs = Annotated[float, _option(help="Target: p99 of the time per output token.", min=0.001)]
 Price = Annotated[float, _option(help="Price of one GPU-hour.", min=0)]
-MeasuredFile = Annotated[
-    Path | None,
+MeasuredFiles = Annotated[
+    list[Path] | None,
     _option(
         "--measured",
-        help="Instead compare with a JSON list of {prompt_tokens, link_gbps, path, seconds}.",
+        help="Instead compare with measurements: what `bench/handoff.py --json` wrote, or a JSON "
+        "list of {prompt_tokens, link_gbps, path, seconds}; repeat it.",
     ),
 ]
 
@@ -162,7 +170,7 @@ def _rules(
 
     defaulted = {
         name: given[name]
-        for name in ("step_tokens", "max_seqs", "lease_s")
+        for name in ("chunk_tokens", "step_tokens", "max_seqs", "lease_s")
         if given[name] is not None
     }
     if given["mapper_at"] not in ("receiver", "sender", "apart"):
@@ -179,6 +187,7 @@ def _rules(
             support=support,
             k=given["k"],
             link_latency_ms=given["link_latency_ms"],
+            read_ahead=given["read_ahead"],
             **defaulted,
         )
     except ValidationError as error:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 from cluster.simulate import Fleet
-from cluster.simulate_handoff import Ends
+from cluster.simulate_mappers import Ends
 from cluster.simulate_report import Percentiles, Point, PoolUse
-from cluster.simulate_spec import Pool, Targets, pools_of
+from cluster.simulate_spec import Pool, Resource, Targets, pools_of
 
 # A pool that fills by more than this share of what arrives, beyond chance, cannot keep up.
 _GROWTH = 0.03
 _CHANCE_DEVIATIONS = 3
+# With fewer of the mappers' places taken than this share, nobody waits for one.
+_SCARCE = 0.5
 
 
 def point(fleet: Fleet, rate: float, targets: Targets, price_per_gpu_hour: float) -> Point:
@@ -34,6 +36,7 @@ def point(fleet: Fleet, rate: float, targets: Targets, price_per_gpu_hour: float
         link_bytes=fleet.link_bytes,
         **timed,
         pools=pools,
+        places_held=places_held(fleet),
         gpus=gpus,
         gpu_hours_per_million=hours,
         cost_per_million=hours * price_per_gpu_hour,
@@ -43,13 +46,21 @@ def point(fleet: Fleet, rate: float, targets: Targets, price_per_gpu_hour: float
     )
 
 
-def saturated(fleet: Fleet) -> Pool | None:
-    """The pool that fills up fastest for what it is asked, if faster than chance explains."""
+def saturated(fleet: Fleet) -> Resource | None:
+    """What fills up fastest for what it is asked, if faster than chance explains.
+
+    Handoffs that wait for their KV are held up by what the mappers' places are held for; while
+    many places are free, by the target alone.
+    """
     since_s = fleet.window.end_s - fleet.window.seconds / 2
     late = [one for one in fleet.requests if one.arrives_s >= since_s]
     escalated = sum(one.escalates for one in late)
+    places = places_held(fleet)
+    scarce = sum(places.values()) > _SCARCE
     shares: list[tuple[float, Pool]] = []
-    for pool, (before, after) in fleet.grown.items():
+    for pool, (before, after) in (fleet.kept if scarce else fleet.grown).items():
+        if pool == "mapper" and not scarce:
+            continue
         is_first = pool == "small" or fleet.variant == "all_large"
         arrived = len(late) if is_first else escalated
         beyond = after - before - _CHANCE_DEVIATIONS * math.sqrt(before + 1)
@@ -58,12 +69,14 @@ def saturated(fleet: Fleet) -> Pool | None:
     if not shares:
         return None
     worst = max(shares)[1]
-    if worst == "mapper":
-        # Handoffs that wait for the target's blocks hold the mappers' places.
-        places = len(fleet.mappers) * fleet.setup.rules.concurrent_handoffs
-        if fleet.handoffs.held_up.measured > places * fleet.window.seconds / 2:
-            return "large"
-    return worst
+    return max(places.items(), key=lambda one: one[1])[0] if worst == "mapper" else worst
+
+
+def places_held(fleet: Fleet) -> dict[Resource, float]:
+    """Share of the mappers' places that handoffs hold, by what these wait for."""
+    places = len(fleet.mappers) * fleet.setup.rules.concurrent_handoffs
+    seen = max(1, fleet.looks) * max(1, places)
+    return {one: count / seen for one, count in sorted(fleet.places_wait_for.items())}
 
 
 def _late(timed: dict[str, Percentiles | None], targets: Targets) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from cluster.plan_report import Scenario
-from cluster.simulate_spec import Load, Pool, Replicas, Rules, Targets, Variant
+from cluster.simulate_spec import Load, Pool, Replicas, Resource, Rules, Targets, Variant
 
 
 class _Frozen(BaseModel):
@@ -56,8 +56,10 @@ class Point(_Frozen):
     `first_token` counts from arrival. `large_first_token` counts from the decision to escalate to
     the large model's first token; in `all_large` there is none. `handoff` ends when the target
     holds the mapped KV. The two `tpot` are per part of an answer. `recomputed` are escalations
-    that were read again, by reason. `mean_request_s` is how long a request stays. `saturated` is
-    the pool that cannot keep up: it fills up during the second half of the measured time.
+    that were read again, by reason. `mean_request_s` is how long a request stays. `places_held` is
+    the share of the mappers' places that are taken in the second half of the measured time, by
+    what their handoffs wait for: blocks of the large pool, the map, or links. `saturated` is what
+    cannot keep up: requests that wait for it become more during that half.
     """
 
     rate: float
@@ -76,7 +78,8 @@ class Point(_Frozen):
     gpu_hours_per_million: float
     cost_per_million: float
     mean_request_s: float
-    saturated: Pool | None
+    places_held: dict[Resource, float]
+    saturated: Resource | None
     meets_targets: bool
 
 
@@ -91,7 +94,7 @@ class VariantReport(_Frozen):
     points: tuple[Point, ...]
     holds_rate: float | None
     saturates_rate: float | None
-    bottleneck: Pool | None
+    bottleneck: Resource | None
 
     @property
     def at_design(self) -> Point:

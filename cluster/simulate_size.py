@@ -141,7 +141,8 @@ def _passes(seen: Point, pool: Pool, variant: Variant, targets: Targets) -> bool
     """Whether nothing that depends on this pool is late."""
     if pool == "mapper":
         # A handoff is short, so a line of them that grows is not a fleet that still fills up.
-        if seen.saturated == "mapper":
+        # More mappers have more links.
+        if seen.saturated in ("mapper", "link"):
             return False
         limit_s = targets.first_token_s * _HANDOFF_SHARE
         return _within(seen.handoff, limit_s) and _within(

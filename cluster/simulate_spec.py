@@ -27,6 +27,8 @@ Variant = Literal["handoff", "reprefill", "all_large"]
 VARIANTS: tuple[Variant, ...] = ("handoff", "reprefill", "all_large")
 Pool = Literal["small", "large", "mapper"]
 POOLS: tuple[Pool, ...] = ("small", "large", "mapper")
+Resource = Literal["small", "large", "mapper", "link"]
+"""What can be short: a pool of engines, the mappers' arithmetic, or links."""
 Place = Literal["receiver", "sender", "apart"]
 
 _ENGINE = ModelConfig.model_fields
@@ -80,7 +82,11 @@ class Rules(_Frozen):
 
     `place` is where mappers stand: beside the target (`receiver`) or the source (`sender`), where
     one of the two copies costs no link, or `apart` from both. Every replica has one port of the
-    scenario's link rate in each direction; `link_latency_ms` is waited for once per transfer.
+    scenario's link rate in each direction; `link_latency_ms` is waited for once per transfer. The
+    copy that crosses no link takes no time, or goes at `local_gbps`.
+    A handoff is read, mapped and written in chunks of `chunk_tokens`; None stands for the planner's
+    assumption, as many equal parts as layers. With `read_ahead` a mapper gives an order a place
+    before its target has blocks, as the product does; without, only once it has.
     `pool_fraction` is the part of GPU memory that weights and KV pool may take.
     """
 
@@ -92,10 +98,14 @@ class Rules(_Frozen):
     support: Support = "full"
     k: PositiveInt | None = None
     link_latency_ms: NonNegativeFloat = 0.0
+    local_gbps: PositiveFloat | None = None
+    chunk_tokens: PositiveInt | None = _MAPPER["chunk_tokens"].default
+    read_ahead: bool = True
     step_tokens: PositiveInt = _ENGINE["max_num_batched_tokens"].default
     max_seqs: PositiveInt = _ENGINE["max_num_seqs"].default
     pool_fraction: float = Field(0.9, gt=0, le=1)
     lease_s: PositiveFloat = _HANDOFF["lease_s"].default
+    deadline_s: PositiveFloat = _HANDOFF["deadline_s"].default
     max_pinned_fraction: float = _HANDOFF["max_pinned_fraction"].default
     native_suffix_tokens: PositiveInt = _HANDOFF["native_suffix_tokens"].default
     min_handoff_tokens: PositiveInt = _HANDOFF["min_handoff_tokens"].default

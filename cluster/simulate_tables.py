@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.plan_tables import new_table, seconds, short
-from cluster.simulate_measured import AGREEMENT, Compared
+from cluster.simulate_measured import AGREEMENT, Compared, Measured, MeasuredLoop
 from cluster.simulate_report import Percentiles, Point, PoolUse, SimulationReport, VariantReport
 from cluster.simulate_spec import POOLS, Lengths, Pool, Variant
 
@@ -86,25 +86,38 @@ def findings(report: SimulationReport) -> list[str]:
 
 def print_compared(rows: Sequence[Compared]) -> None:
     """Measurements beside simulations, on stdout."""
-    table = new_table(
-        "measured against simulated", "prompt", "link", "path", "measured", "simulated"
-    )
-    table.add_column("error", justify="right")
-    for row in rows:
-        one = row.measured
-        table.add_row(
-            f"{one.prompt_tokens:,}",
-            f"{one.link_gbps:g} Gbit/s",
-            one.path,
-            seconds(one.seconds),
-            seconds(row.simulated_s),
-            f"{row.error:+.0%}",
-            style=None if row.agrees else "red",
-        )
     console = Console()
-    console.print(table)
+    takeovers = [row for row in rows if isinstance(row.measured, Measured)]
+    loops = [row for row in rows if isinstance(row.measured, MeasuredLoop)]
+    for title, some, names in (
+        ("decision to first large token", takeovers, ("tokens", "link", "path", "mapper at")),
+        ("handoffs per second", loops, ("tokens", "link", "mappers", "in flight")),
+    ):
+        if some:
+            table = new_table(title, *names, "measured", "simulated", "error")
+            for row in some:
+                table.add_row(*compared_cells(row), style=None if row.agrees else "red")
+            console.print(table)
+    console.print(agreement(rows))
+
+
+def compared_cells(row: Compared) -> tuple[str, ...]:
+    """One row of a table of takeovers or of loops."""
+    one = row.measured
+    link = "unlimited" if one.link_gbps is None else f"{one.link_gbps:g} Gbit/s"
+    if isinstance(one, Measured):
+        what = [f"{one.prompt_tokens:,}", link, one.path, one.at or ""]
+        values = [seconds(one.seconds), seconds(row.simulated)]
+    else:
+        what = [f"{one.tokens:,}", link, str(one.mappers), str(one.in_flight)]
+        values = [f"{one.handoffs_per_s:.3g}", f"{row.simulated:.3g}"]
+    return *what, *values, f"{row.error:+.0%}"
+
+
+def agreement(rows: Sequence[Compared]) -> str:
+    """How many agree."""
     agreeing = sum(row.agrees for row in rows)
-    console.print(f"{agreeing} of {len(rows)} agree within {AGREEMENT:.0%}.")
+    return f"{agreeing} of {len(rows)} agree within {AGREEMENT:.0%}."
 
 
 def _design_table(report: SimulationReport) -> Table:

@@ -18,10 +18,10 @@ import torch
 import zmq
 import zmq.asyncio
 
+from cluster.chunking import Cutting
 from cluster.config import HandoffConfig, MapperConfig
 from cluster.errors import HandoffError, HandoffRefused, TransportError
 from cluster.transport import Initiator
-from deployments.chunking import Cutting
 from deployments.control import tell
 from deployments.messages import (
     Abandon,

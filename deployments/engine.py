@@ -33,6 +33,8 @@ from router.ports import EngineChunk, EngineRequest, TokenStep
 
 log = logging.getLogger("kvcascade.engine")
 
+_HANDED_OVER_POLL_S = 0.1
+
 
 class Engine(LLMServer):
     """One replica of the small or the large model."""
@@ -64,6 +66,9 @@ class Engine(LLMServer):
 
     async def __del__(self) -> None:
         """Serve calls and awaits it when the replica ends."""
+        client = getattr(self, "_client", None)
+        if client is not None and not client.errored:
+            await _handed_over(self._desk)
         if traces := getattr(self, "_traces", None):
             # Beside the engine's own end, which a collector that is gone must not delay.
             await asyncio.gather(super().__del__(), asyncio.to_thread(traces.shutdown))
@@ -162,6 +167,18 @@ class Engine(LLMServer):
             pinned=census.pinned_blocks,
             loading=census.loading_blocks,
         )
+
+
+async def _handed_over(desk: TicketDesk) -> None:
+    """Wait until mappers have read what they were promised, or the leases are over.
+
+    Serve waits for calls; of a ticket that was taken it knows nothing.
+    """
+    try:
+        while (await desk.census()).pinned_blocks:
+            await asyncio.sleep(_HANDED_OVER_POLL_S)
+    except TimeoutError:
+        log.warning("the scheduler does not say whether handoffs are over")
 
 
 def _chunk(output: Any) -> EngineChunk:

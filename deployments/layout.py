@@ -21,7 +21,7 @@ from torch import Tensor
 from deployments.messages import EngineLayout, WorkerLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _DIGIT = 128
@@ -91,9 +91,9 @@ class BlockCodec:
     """Decodes and encodes chunks of whole blocks of one worker.
 
     A chunk is a contiguous buffer `[L, B, H, S]` in the worker's dtype, the same bytes that a READ
-    of these blocks delivers and a WRITE takes. A packed slab is copied as strided tensors where its
-    permutation allows (vLLM's known packings do: transposed keys, plain values), which is ten times
-    faster than `gather=True`, the plain statement of what packing means.
+    of these blocks delivers and a WRITE takes. Where a packing allows (vLLM's known ones do:
+    transposed keys, plain values), keys and values go straight between plain tensor and packed slab
+    as strided copies; `gather=True` is the plain statement of what packing means, and much slower.
     """
 
     def __init__(self, worker: WorkerLayout, device: torch.device, *, gather: bool = False) -> None:
@@ -106,45 +106,60 @@ class BlockCodec:
             packed_S = torch.from_numpy(raw)
             self._to_packed_S = packed_S.to(device)
             self._to_plain_S = torch.argsort(packed_S).to(device)
+            # Of a plain slab's [N, K‖V] each half has to hold one of the two alone.
+            columns = packed_S % (2 * worker.head_dim) // worker.head_dim
+            apart = all(bool((part == half).all()) for half, part in enumerate(columns.chunk(2)))
             halves = [strided_run(half) for half in packed_S.chunk(2)]
-            if not gather and None not in halves:
+            if not gather and apart and None not in halves:
                 self._runs = tuple(half for half in halves if half is not None)
 
-    def _strided(self, plain_LBHS: Tensor, packed_LBHS: Tensor, *, encode: bool) -> None:
-        """Copy between contiguous plain and packed slabs."""
-        slabs = plain_LBHS.shape[:-1].numel()
-        size = plain_LBHS.shape[-1]
-        for half, run in enumerate(self._runs):
+    def _halves(
+        self, k_LTHD: Tensor, v_LTHD: Tensor, chunk_LBHS: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """K and V, each beside its half of the packed slabs, both in the packed order."""
+        w = self.worker
+        layers, blocks, heads, size = chunk_LBHS.shape
+        for half, (x_LTHD, run) in enumerate(zip((k_LTHD, v_LTHD), self._runs, strict=True)):
+            per_layer, per_token, per_head, per_dim = x_LTHD.stride()
+
+            def step(plain: int, per_token: int = per_token, per_dim: int = per_dim) -> int:
+                tokens, dims = divmod(plain, 2 * w.head_dim)
+                return tokens * per_token + dims * per_dim
+
+            shape = (layers, blocks, heads, *run.sizes)
+            outer = (per_layer, w.block_size_tokens * per_token, per_head)
+            x = x_LTHD.as_strided(
+                shape,
+                (*outer, *map(step, run.strides)),
+                x_LTHD.storage_offset() + step(run.offset - half * w.head_dim),
+            )
             inner = [math.prod(run.sizes[i + 1 :]) for i in range(len(run.sizes))]
-            shape = (slabs, *run.sizes)
-            plain = plain_LBHS.as_strided(
-                shape, (size, *run.strides), plain_LBHS.storage_offset() + run.offset
+            packed = chunk_LBHS.as_strided(
+                shape,
+                (*chunk_LBHS.stride()[:3], *inner),
+                chunk_LBHS.storage_offset() + half * size // 2,
             )
-            packed = packed_LBHS.as_strided(
-                shape, (size, *inner), packed_LBHS.storage_offset() + half * size // 2
-            )
-            if encode:
-                packed.copy_(plain)
-            else:
-                plain.copy_(packed)
+            yield x, packed
 
     def decode(self, chunk_LBHS: Tensor) -> tuple[Tensor, Tensor]:
         """K and V as `[L, T, H, D]`, T = B·N, in the worker's dtype; always copies, for the chunk's
         memory is filled again before they are used up."""
         w = self.worker
+        layers, blocks, heads, _ = chunk_LBHS.shape
+        tokens = blocks * w.block_size_tokens
         if self._runs:
-            plain_LBHS = torch.empty_like(chunk_LBHS)
-            self._strided(plain_LBHS, chunk_LBHS, encode=False)
-        elif self._to_plain_S is not None:
+            k_LTHD, v_LTHD = chunk_LBHS.new_empty(2, layers, tokens, heads, w.head_dim)
+            for x, packed in self._halves(k_LTHD, v_LTHD, chunk_LBHS):
+                x.copy_(packed)
+            return k_LTHD, v_LTHD
+        plain_LBHS = chunk_LBHS
+        if self._to_plain_S is not None:
             plain_LBHS = chunk_LBHS.index_select(-1, self._to_plain_S)
-        else:
-            plain_LBHS = chunk_LBHS
-        layers, blocks, heads, _ = plain_LBHS.shape
         kv_LBHNC = plain_LBHS.view(layers, blocks, heads, w.block_size_tokens, 2 * w.head_dim)
         kv_LBNHC = torch.empty_like(
             kv_LBHNC.transpose(2, 3), memory_format=torch.contiguous_format
         ).copy_(kv_LBHNC.transpose(2, 3))
-        kv_LTHC = kv_LBNHC.view(layers, blocks * w.block_size_tokens, heads, 2 * w.head_dim)
+        kv_LTHC = kv_LBNHC.view(layers, tokens, heads, 2 * w.head_dim)
         return kv_LTHC[..., : w.head_dim], kv_LTHC[..., w.head_dim :]
 
     def encode(self, k_LTHD: Tensor, v_LTHD: Tensor, out_LBHS: Tensor) -> None:
@@ -153,14 +168,16 @@ class BlockCodec:
         layers, tokens, heads, _ = k_LTHD.shape
         blocks = tokens // w.block_size_tokens
         assert blocks * w.block_size_tokens == tokens, "only whole blocks can be packed"
+        if self._runs:
+            for x, packed in self._halves(k_LTHD, v_LTHD, out_LBHS):
+                packed.copy_(x)
+            return
         plain_LBHS = torch.empty_like(out_LBHS) if w.permutation is not None else out_LBHS
         plain_LBHNC = plain_LBHS.view(layers, blocks, heads, w.block_size_tokens, 2 * w.head_dim)
         shape = (layers, blocks, w.block_size_tokens, heads, w.head_dim)
         plain_LBHNC[..., : w.head_dim] = k_LTHD.reshape(shape).permute(0, 1, 3, 2, 4)
         plain_LBHNC[..., w.head_dim :] = v_LTHD.reshape(shape).permute(0, 1, 3, 2, 4)
-        if self._runs:
-            self._strided(plain_LBHS, out_LBHS, encode=True)
-        elif self._to_packed_S is not None:
+        if self._to_packed_S is not None:
             torch.index_select(plain_LBHS, -1, self._to_packed_S, out=out_LBHS)
 
 

@@ -23,9 +23,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from cluster.chunking import PACED
 from cluster.errors import HandoffError, HandoffRefused
 from cluster.transport import Transfer
-from deployments.chunking import PACED
 from deployments.control import ask
 from deployments.layout import descriptors
 from deployments.messages import (

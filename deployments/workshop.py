@@ -13,8 +13,8 @@ import torch
 import zmq.asyncio
 from torch import Tensor
 
+from cluster.chunking import Cutting, new_costs
 from cluster.transport import Initiator, Peer
-from deployments.chunking import Cutting, new_costs
 from deployments.layout import DTYPES, EngineCodec
 from deployments.messages import EngineLayout, WorkerLayout
 from mappers.mapper import Mapper

@@ -10,12 +10,11 @@ import pytest
 from cluster import plan
 from cluster.errors import ConfigError
 from cluster.plan_pair import handoff_s, make_plan
-from cluster.simulate_cost import HandoffCost
 from cluster.simulate_engine import Engine
 from cluster.simulate_measured import lone_takeover
 from cluster.simulate_point import point
 from cluster.simulate_spec import VARIANTS, Place, Replicas, Targets, Variant
-from tests.cluster.fleet import FLEET, always, ran, scenario, setup
+from tests.cluster.fleet import always, ran, scenario, setup
 
 SMALL_BYTES, LARGE_BYTES = 163_840, 262_144
 
@@ -155,20 +154,62 @@ def test_more_load_never_lowers_a_median(variant: Variant) -> None:
 _NEVER = ("all_large", "large_first_token")
 
 
-def test_overload_is_seen_in_the_pool_that_cannot_keep_up() -> None:
+LONG = {"lease_s": 1e6, "deadline_s": 1e6}
+
+
+def full(rules: dict[str, Any], rate: float, link_gbps: float = 400.0, **counts: int) -> str | None:
+    """What a fleet of handoffs says cannot keep up."""
+    made = setup({"seconds": 60.0}, LONG | rules, link_gbps=link_gbps)
+    replicas = Replicas(**({"small": 12, "large": 8, "mapper": 2} | counts))
+    return point(ran(made, "handoff", rate, replicas), rate, Targets(), 3.0).saturated
+
+
+def test_a_fleet_that_keeps_up_is_not_full() -> None:
+    assert full({}, 20.0) is None
+
+
+def test_too_few_small_replicas_are_seen_as_such() -> None:
+    assert full({}, 60.0, small=2) == "small"
+
+
+@pytest.mark.parametrize("mapper", [1, 2, 8])
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_places_that_the_large_pool_lacks_are_not_the_mappers_work(
+    mapper: int, read_ahead: bool
+) -> None:
+    """Handoffs that wait for blocks of the target hold the mappers' places."""
+    assert (
+        full({"max_seqs": 16, "read_ahead": read_ahead}, 40.0, small=30, large=3, mapper=mapper)
+        == "large"
+    )
+
+
+def test_memory_that_the_large_pool_lacks_is_not_the_mappers_work() -> None:
+    assert full({"pool_fraction": 0.55}, 40.0, small=30, large=4) == "large"
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_maps_that_are_too_slow_fill_the_mappers(read_ahead: bool) -> None:
+    # All source layers, at 36 handoffs a second: more than one GPU can map.
+    assert (
+        full({"k": 40, "read_ahead": read_ahead}, 120.0, small=40, large=20, mapper=1) == "mapper"
+    )
+
+
+@pytest.mark.parametrize("pool_fraction", [0.9, 0.6])
+@pytest.mark.parametrize("place", ["apart", "receiver", "sender"])
+def test_slow_links_are_neither_the_mappers_nor_the_large_pools_fault(
+    place: Place, pool_fraction: float
+) -> None:
+    """Even when what is on its way has reserved all of the large pool."""
+    rules = {"place": place, "pool_fraction": pool_fraction}
+    assert full(rules, 40.0, link_gbps=5.0, small=24, mapper=1) == "link"
+
+
+def test_overload_of_a_re_prefill_is_the_large_pools() -> None:
     made = setup({"seconds": 60.0})
-
-    def full(variant: Variant, rate: float, **counts: int) -> str | None:
-        replicas = Replicas(**(FLEET.model_dump() | counts))
-        return point(ran(made, variant, rate, replicas), rate, Targets(), 3.0).saturated
-
-    assert full("handoff", 20.0) is None
-    assert full("handoff", 60.0, small=2) == "small"
-    assert full("reprefill", 40.0, small=12, large=1) == "large"
-    slow = setup({"seconds": 60.0}, {"lease_s": 1e6}, link_gbps=5.0)
-    assert full("handoff", 40.0, small=12, large=1, mapper=1) == "large"
-    lone = Replicas(small=12, large=8, mapper=1)
-    assert point(ran(slow, "handoff", 40.0, lone), 40.0, Targets(), 3.0).saturated == "mapper"
+    replicas = Replicas(small=12, large=1, mapper=0)
+    assert point(ran(made, "reprefill", 40.0, replicas), 40.0, Targets(), 3.0).saturated == "large"
 
 
 # One request alone.
@@ -180,7 +221,8 @@ def test_overload_is_seen_in_the_pool_that_cannot_keep_up() -> None:
 def test_a_lone_handoff_takes_what_the_planner_says(
     tokens: int, place: Any, link_gbps: float
 ) -> None:
-    made = setup(rules={"place": place}, link_gbps=link_gbps, tokens=tokens)
+    by_layer = {"place": place, "chunk_tokens": None}
+    made = setup(rules=by_layer, link_gbps=link_gbps, tokens=tokens)
     mapper = make_plan(made.source, made.target, made.scenario).mappers[0]
     expected_s = handoff_s(
         made.source, made.target, mapper, place, link_gbps, made.scenario, tokens
@@ -192,12 +234,11 @@ def test_a_lone_handoff_takes_what_the_planner_says(
 
 
 def test_a_lone_handoff_over_two_links_has_three_overlapped_steps() -> None:
-    made, tokens = setup(), 8_000
-    cost = HandoffCost(made.source, made.target, made.scenario, made.rules)
+    made, tokens = setup(rules={"chunk_tokens": None}), 8_000
     steps_s = sorted(
         (
             plan.transfer_s(tokens * SMALL_BYTES, 400),
-            cost.map_s(tokens),
+            made.handoff.map_s(tokens),
             plan.transfer_s(tokens * LARGE_BYTES, 400),
         )
     )

@@ -17,8 +17,8 @@ from cluster import plan
 from cluster.errors import ConfigError
 from cluster.plan_report import Scenario
 from cluster.simulate_cost import EngineCost
-from cluster.simulate_handoff import Mapper, Mappers
 from cluster.simulate_load import draw_lengths, requests
+from cluster.simulate_mappers import Mapper, Mappers
 from cluster.simulate_share import FairShare, Flow, Level, Port, Window, max_min
 from cluster.simulate_spec import Lengths, Load
 from tests.cluster.fleet import always, scenario, setup

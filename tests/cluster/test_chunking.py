@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.chunking import PACED, Cost, Cutting, Paced, makespan_s, new_costs
+from cluster.chunking import PACED, Cost, Cutting, Paced, makespan_s, new_costs
 
 CUTTING = Cutting(grid_tokens=32, most_tokens=512)
 
