@@ -29,7 +29,9 @@ class Role(Protocol):
 class Memory:
     """Blocks of one engine. It announces them on demand and promises whatever it is asked for."""
 
-    def __init__(self, host: str, *, layers: int, heads: int, dim: int, tokens: int) -> None:
+    def __init__(
+        self, host: str, *, layers: int, kv_heads: int, head_dim: int, tokens: int
+    ) -> None:
         import torch
 
         from cluster.transport import make_agent
@@ -39,7 +41,7 @@ class Memory:
         block_tokens = 32
         blocks = -(-tokens // block_tokens)
         self._cache_LBHS = torch.zeros(
-            layers, blocks, heads, block_tokens * 2 * dim, dtype=torch.bfloat16
+            layers, blocks, kv_heads, block_tokens * 2 * head_dim, dtype=torch.bfloat16
         )
         name = f"memory-{uuid.uuid4().hex}"
         self._agent = make_agent(name, progress_thread=True, progress_delay_us=1_000)
@@ -59,8 +61,8 @@ class Memory:
             num_blocks=blocks,
             block_stride_bytes=self._cache_LBHS[0, 0].nbytes,
             block_size_tokens=block_tokens,
-            kv_heads=heads,
-            head_dim=dim,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             permutation=None,
         )
         self._layout = EngineLayout(
@@ -113,7 +115,14 @@ class MapperNode:
     """A real converter with the identity map."""
 
     def __init__(
-        self, host: str, *, layers: int, heads: int, dim: int, chunk_tokens: int, handoffs: int
+        self,
+        host: str,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        chunk_tokens: int,
+        handoffs: int,
     ) -> None:
         import torch
 
@@ -123,7 +132,7 @@ class MapperNode:
         from mappers.mapper import IdentityMapper
 
         torch.set_num_threads(1)
-        geometry = KVGeometry(layers=layers, kv_heads=heads, head_dim=dim)
+        geometry = KVGeometry(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         config = MapperConfig(
             small_to_large="identity", chunk_tokens=chunk_tokens, max_concurrent_handoffs=handoffs
         )

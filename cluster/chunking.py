@@ -16,15 +16,15 @@ Paced = Literal["read", "map", "write"]
 PACED: tuple[Paced, ...] = ("read", "map", "write")
 
 _KEPT = 0.9
-_OVERHEAD_S = 0.003
-"""Assumed of a chunk whatever its size, until chunks of several sizes were seen."""
+_OVERHEAD_S = 0.002
+"""What a chunk costs a stage at least, whatever its size; assumed until several were seen."""
 
 
 class Cost:
     """Seconds of a stage for a chunk: so much for any, so much per token.
 
-    A line of least squares through the mean chunks of the latest handoffs; both of its terms are
-    at least 0. Single chunks would mislead, for those under way together slow each other down.
+    A line of least squares through the mean chunks of the latest handoffs, within what is possible.
+    Single chunks would mislead, for those under way together slow each other down.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Cost:
         if spread > (0.1 * mean_tokens) ** 2:
             slope = (self._both / self._count - mean_tokens * mean_s) / spread
             overhead_s = mean_s - slope * mean_tokens
-        overhead_s = min(max(overhead_s, 0.0), mean_s)
+        overhead_s = min(max(overhead_s, _OVERHEAD_S), mean_s)
         return overhead_s, (mean_s - overhead_s) / mean_tokens
 
 

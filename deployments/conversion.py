@@ -298,7 +298,7 @@ class Converter:
         self._inbox.close()
         self._context.destroy()
         await asyncio.to_thread(self._initiator.close)
-        self._shop.compute.shutdown()
+        self._shop.lane.close()
 
 
 def _stop(pipeline: Pipeline, error: HandoffError) -> None:

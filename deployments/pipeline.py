@@ -234,8 +234,7 @@ class Pipeline:
         out.put_nowait(None)
 
     async def _compute(self, work: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.shop.compute, work)
+        return await self.shop.lane.run(self.tally.mapped_tokens, work)
 
     @torch.inference_mode()
     def _apply(self, chunk: _RawChunk) -> tuple[Tensor, Tensor]:

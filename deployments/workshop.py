@@ -6,7 +6,6 @@ It knows layouts and peers, and nothing of a handoff's course.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from cluster.chunking import Cutting, new_costs
 from cluster.transport import Initiator, Peer
+from deployments.lane import Lane
 from deployments.layout import DTYPES, EngineCodec
 from deployments.messages import EngineLayout, WorkerLayout
 from mappers.mapper import Mapper
@@ -43,7 +43,7 @@ class Workshop:
         self.cutting = cutting
         self.costs = new_costs()
         self.deadline_s = deadline_s
-        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
+        self.lane = Lane()
         self._codecs: dict[str, EngineCodec] = {}
         self._agents: dict[str, set[str]] = {}
 
