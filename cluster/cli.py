@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from cluster.cli_calibrate import calibrate
 from cluster.cli_chat import chat
+from cluster.cli_links import links
 from cluster.cli_mapper import fit, score
 from cluster.cli_plan import plan
 from cluster.cli_replay import replay
@@ -60,6 +61,7 @@ app = typer.Typer(
 app.command()(fit)
 app.command()(score)
 app.command()(plan)
+app.command()(links)
 app.command()(validate_pair)
 app.command()(calibrate)
 app.command()(replay)

@@ -167,6 +167,21 @@ class SessionsConfig(Node):
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
 
+class UpgradeConfig(Node):
+    """How `serve deploy` of a changed configuration replaces what runs."""
+
+    drain_s: PositiveFloat | None = Field(
+        None,
+        description="How long a replaced replica may go on with its answers before it is killed. "
+        "Unset: `router.request_timeout_s`.",
+    )
+    start_first: bool = Field(
+        True,
+        description="A new replica starts before an old one takes no more requests, which needs "
+        "room for one more of each deployment. `false`: the old one goes first, requests wait.",
+    )
+
+
 class TransportConfig(Node):
     """NIXL. Only UCX is supported; its own variables (`UCX_TLS`, ...) go into `ucx_env`."""
 
@@ -238,6 +253,7 @@ class CascadeConfig(Node):
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     sessions: SessionsConfig = Field(default_factory=SessionsConfig)
+    upgrade: UpgradeConfig = Field(default_factory=UpgradeConfig)
     transport: TransportConfig = Field(default_factory=TransportConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 

@@ -66,10 +66,10 @@ def deploy(
 ) -> str:
     """Deploy the Serve config `document` on the running Ray cluster; return the endpoint's URL.
 
-    Returns when every deployment runs and the HTTP proxy routes to it. Deploying again with other
-    `num_replicas` of one deployment leaves the replicas of the others alone; other `args` or
-    `runtime_env` restart all of them (Ray 2.60, `DeploymentVersion`). Raises EngineError with the
-    deployment's own message when one fails, or when `timeout_s` has passed.
+    Returns when every deployment runs, what it replaced has ended and the HTTP proxy routes to it.
+    Deploying again with other `num_replicas` of one deployment leaves the replicas of the others
+    alone; other `args` or `runtime_env` replace all of them (Ray 2.60, `DeploymentVersion`). Raises
+    EngineError with the deployment's own message when one fails, or when `timeout_s` has passed.
     """
     from ray import serve
     from ray.serve.context import _get_global_client

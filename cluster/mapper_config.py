@@ -60,7 +60,11 @@ class MapperConfig(Node):
     place: Place = Field(
         "own",
         description="Nodes of the mapper to the large model: of its `own` placement, of its "
-        "`source` or `target` engine, or `auto`: where fewer bytes cross between nodes.",
+        "`source` or `target` engine, or `auto`: where fewer bytes cross between nodes, or where "
+        "`links` say that a handoff is quicker.",
     )
     place_back: Place = Field("own", description="The same for the mapper to the small model.")
+    links: str | None = Field(
+        None, description="File of `kvcascade links`, which `auto` then goes by. Read on the head."
+    )
     placement: PlacementConfig = Field(default_factory=PlacementConfig)

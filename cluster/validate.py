@@ -78,6 +78,7 @@ def validate(path: Path) -> list[Finding]:
         )
     if len(models) == 2:
         findings += _check_pair(config, models["small"], models["large"])
+        findings += _check_places(config)
     findings += _check_mapper(config, models)
     findings += check_routing(config)
     return findings
@@ -229,6 +230,27 @@ def _check_pair(config: CascadeConfig, small: _Model, large: _Model) -> Iterator
             f"the tokenizers differ ({difference}); both models must share one vocabulary, "
             "choose them from one family",
         )
+
+
+def _check_places(config: CascadeConfig) -> Iterator[Finding]:
+    """What `auto` is, for both directions; other places are the configuration's own words."""
+    from cluster.place import mapper_place
+
+    settings = config.mapper
+    for name, place, back in (
+        ("place", settings.place, False),
+        ("place_back", settings.place_back, True),
+    ):
+        if place != "auto" or (back and settings.large_to_small is None):
+            continue
+        key = f"mapper.{name}"
+        try:
+            choice = mapper_place(config, back=back)
+        except ConfigError as error:
+            yield Finding("problem", "mapper.links", str(error).removeprefix("args.mapper.links: "))
+            continue
+        where = "on its own nodes" if choice.at == "own" else f"beside the {choice.at} model"
+        yield Finding("ok", key, f"`auto` puts it {where}: {choice.reason}")
 
 
 def _check_mapper(config: CascadeConfig, models: dict[str, _Model]) -> Iterator[Finding]:

@@ -14,8 +14,8 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.config import CascadeConfig, ModelConfig, PlacementConfig, parse_cascade_config
+from cluster.place import mapper_place, placement_at
 from cluster.scaling import autoscaling
-from cluster.sources import kv_bytes_per_token
 
 DEPLOYMENTS = ("router", "small", "large", "mapper", "mapper_back", "sessions")
 """Every deployment of the application; the last two only where the config asks for them."""
@@ -42,6 +42,7 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
             name="sessions",
             max_ongoing_requests=cascade.router.max_ongoing_requests,
             ray_actor_options=_actor_options(cascade.sessions.placement),
+            **_replacing(cascade),
         ).bind(config)
     router = _by_path(
         "deployments.router.Router",
@@ -49,31 +50,15 @@ def build_cascade_app(args: dict[str, Any]) -> Application:
         max_ongoing_requests=cascade.router.max_ongoing_requests,
         ray_actor_options=_actor_options(cascade.router.placement),
         health_check_timeout_s=60,
+        **_replacing(cascade),
     )
     return router.bind(config, **handles)
 
 
-def mapper_placement(cascade: CascadeConfig, *, back: bool) -> PlacementConfig:
-    """Where the mapper of one direction runs.
-
-    A mapper beside the target receives the source's cache over the network, one beside the source
-    sends the target's: `auto` takes the side for which that is less per token.
-    """
-    settings = cascade.mapper
-    place = settings.place_back if back else settings.place
-    source, target = (cascade.large, cascade.small) if back else (cascade.small, cascade.large)
-    if place == "auto":
-        read, written = (kv_bytes_per_token(one.source, one.dtype) for one in (source, target))
-        place = "target" if read <= written else "source"
-    if place == "own":
-        return settings.placement
-    beside = (source if place == "source" else target).placement
-    return beside.model_copy(update={"num_cpus": settings.placement.num_cpus})
-
-
 def _mapper(name: str, cascade: CascadeConfig) -> serve.Deployment:
     settings = cascade.mapper
-    actor_options = _actor_options(mapper_placement(cascade, back=name == "mapper_back"))
+    place = mapper_place(cascade, back=name == "mapper_back")
+    actor_options = _actor_options(placement_at(cascade, place.at))
     if settings.num_gpus:
         actor_options["num_gpus"] = settings.num_gpus
     options: dict[str, Any] = {}
@@ -84,10 +69,22 @@ def _mapper(name: str, cascade: CascadeConfig) -> serve.Deployment:
         name=name,
         max_ongoing_requests=settings.max_concurrent_handoffs + settings.max_queued_handoffs,
         ray_actor_options=actor_options,
-        graceful_shutdown_timeout_s=cascade.handoff.deadline_s,
         health_check_timeout_s=60,
+        **_replacing(cascade),
         **options,
     )
+
+
+def _replacing(cascade: CascadeConfig) -> dict[str, Any]:
+    """What Serve does with a replica of an older version (Ray 2.60, `DeploymentConfig`).
+
+    One replica more is the least that its surge can be, and Serve rounds up.
+    """
+    drain_s = cascade.upgrade.drain_s or cascade.router.request_timeout_s
+    return {
+        "graceful_shutdown_timeout_s": max(drain_s, cascade.handoff.deadline_s),
+        "max_surge_percent": 1 if cascade.upgrade.start_first else 0,
+    }
 
 
 def _by_path(path: str, **options: Any) -> serve.Deployment:
@@ -126,8 +123,9 @@ def _engine(model: ModelConfig, cascade: CascadeConfig) -> serve.Deployment:
             request_router_class=cast(Any, ENGINE_ROUTER),
             request_router_kwargs={"num_fallback_replicas": 2},
         ),
-        **options,
         health_check_timeout_s=120,
+        **_replacing(cascade),
+        **options,
     )
 
 

@@ -18,8 +18,6 @@ BEGINNING = "generate"
 FOLLOWING = frozenset({"take_ticket", "release"})
 """Calls about what the latest `BEGINNING` of the session left in its replica, and nowhere else."""
 
-_REMEMBERED = 4_096
-
 
 class SessionRouter(ConsistentHashRouter):
     """Sends a session to one replica for as long as that lives and has room.
@@ -28,6 +26,9 @@ class SessionRouter(ConsistentHashRouter):
     that one takes no more answers because it is being replaced (Ray 2.60 lets it accept calls until
     those that it has are over).
     """
+
+    remembered = 4_096
+    """How many sessions, over all answers of this process."""
 
     _fulfill_pending_requests = RequestRouter._fulfill_pending_requests
 
@@ -49,6 +50,6 @@ class SessionRouter(ConsistentHashRouter):
         if method == BEGINNING and session:
             self._began[session] = chosen
             self._began.move_to_end(session)
-            while len(self._began) > _REMEMBERED:
+            while len(self._began) > self.remembered:
                 self._began.popitem(last=False)
         return chosen

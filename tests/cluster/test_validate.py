@@ -190,6 +190,20 @@ def test_a_mapper_for_another_model_is_refused_by_the_field(pair: Pair) -> None:
     assert problem.startswith("mapper.small_to_large: target.kv_heads differs")
 
 
+def test_auto_says_where_the_mapper_goes_and_why(pair: Pair) -> None:
+    pair.mapper["place"] = "auto"
+    (found,) = [one for one in pair.findings() if one.key == "mapper.place"]
+    # 4 and 6 layers, keys and values, 4 KV heads of 16 elements of bf16.
+    assert (found.level, found.text) == (
+        "ok",
+        "`auto` puts it beside the large model: 1,024 B of KV per token cross the network, not "
+        "1,536 B",
+    )
+    pair.mapper["links"] = str(pair.folder / "links.json")
+    (problem,) = pair.problems()
+    assert problem.startswith("mapper.links: ") and "make it with `kvcascade links`" in problem
+
+
 def test_keys_that_ray_serve_would_ignore_are_problems(pair: Pair) -> None:
     pair.deployments = [{"name": "mapper", "num_replica": 2}, {"name": "mappers"}]
     assert pair.problems(http_option={}) == [

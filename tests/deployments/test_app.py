@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -61,18 +62,43 @@ def test_labels_choose_the_node_of_every_bundle() -> None:
     assert "label_selector" not in config.ray_actor_options
 
 
-def test_a_mapper_takes_as_many_calls_as_it_may_queue_and_drains_for_a_whole_handoff() -> None:
+def test_a_mapper_takes_as_many_calls_as_it_may_queue() -> None:
     mapper = {
         "small_to_large": "identity",
         "max_concurrent_handoffs": 3,
         "max_queued_handoffs": 5,
         "num_gpus": 1,
     }
-    config = args(mapper=mapper, handoff={"deadline_s": 17.0})
-    deployment = built(config)["mapper"]
+    deployment = built(args(mapper=mapper))["mapper"]
     assert deployment._deployment_config.max_ongoing_requests == 8
-    assert deployment._deployment_config.graceful_shutdown_timeout_s == 17.0
     assert deployment._replica_config.ray_actor_options["num_gpus"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "drain_s"),
+    [
+        ({}, 600.0),
+        ({"router": {"request_timeout_s": 90.0}}, 90.0),
+        ({"upgrade": {"drain_s": 45.0}}, 45.0),
+        ({"upgrade": {"drain_s": 5.0}, "handoff": {"deadline_s": 17.0}}, 17.0),
+    ],
+)
+def test_a_replaced_replica_has_time_for_the_longest_answer_and_for_a_whole_handoff(
+    changes: dict[str, Any], drain_s: float
+) -> None:
+    mapper = {"small_to_large": "identity", "large_to_small": "identity"}
+    everything = built(args(mapper=mapper, sessions={"shared": True}, **changes))
+    assert sorted(everything) == sorted(DEPLOYMENTS)
+    for deployment in everything.values():
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == drain_s
+
+
+@pytest.mark.parametrize(("start_first", "percent"), [(True, 1), (False, 0)])
+def test_a_new_replica_of_every_deployment_comes_before_an_old_one_goes(
+    start_first: bool, percent: int
+) -> None:
+    for deployment in built(args(upgrade={"start_first": start_first})).values():
+        assert deployment._deployment_config.max_surge_percent == percent
 
 
 def test_a_wrong_key_is_one_line_that_names_it() -> None:
@@ -127,7 +153,7 @@ def test_a_mapper_runs_where_it_is_put(
     place: str, back: bool, node: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv_bytes = {"small-model": 163_840, "large-model": 262_144}
-    monkeypatch.setattr("deployments.app.kv_bytes_per_token", lambda source, _: kv_bytes[source])
+    monkeypatch.setattr("cluster.place.kv_bytes_per_token", lambda source, _: kv_bytes[source])
     models = {
         role: {
             **CPU_MODEL,
@@ -146,3 +172,20 @@ def test_a_mapper_runs_where_it_is_put(
     name = "mapper_back" if back else "mapper"
     options = built(args(mapper=mapper, **models))[name]._replica_config.ray_actor_options
     assert options["resources"] == {node: 0.01} and options["num_cpus"] == 0.5
+
+
+def test_auto_goes_by_measured_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.place.kv_bytes_per_token", lambda *_: 100_000)
+    file = tmp_path / "links.json"
+    rates = {"small": 10.0, "large": 1.0, "own": 5.0}
+    links = [
+        {"at": at, "engine": engine, "read_gbps": rate, "write_gbps": rate, "latency_ms": 0.1}
+        for at, rate in rates.items()
+        for engine in ("small", "large")
+    ]
+    addresses = dict.fromkeys(rates, "10.0.0.1")
+    file.write_text(json.dumps({"addresses": addresses, "links": links}))
+    small = {"name": "s", **CPU_MODEL, "placement": {"resources": {"small_node": 0.01}}}
+    mapper = {"small_to_large": "identity", "place": "auto", "links": str(file)}
+    deployment = built(args(small=small, mapper=mapper))["mapper"]
+    assert deployment._replica_config.ray_actor_options["resources"] == {"small_node": 0.01}

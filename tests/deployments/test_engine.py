@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.engine import _chunk
+from deployments.engine import _chunk, _handed_over
 
 
 def entry(logprob: float, rank: int) -> Any:
@@ -36,3 +36,23 @@ def test_later_deltas_and_other_requests_say_nothing_of_it() -> None:
     for found in (None, []):
         chunk = _chunk(output(found))
         assert (chunk.prompt_logprobs, chunk.prompt_ranks) == (None, None)
+
+
+class Desk:
+    """A desk whose engine has so many pinned blocks, one look after the other."""
+
+    def __init__(self, *pinned: int | type[TimeoutError]) -> None:
+        self.looks = list(pinned)
+
+    async def census(self) -> Any:
+        look = self.looks.pop(0)
+        if look is TimeoutError:
+            raise TimeoutError
+        return SimpleNamespace(pinned_blocks=look)
+
+
+async def test_an_engine_ends_when_its_last_ticket_has_been_read_or_its_core_is_silent() -> None:
+    for desk in (Desk(0), Desk(7, 7, 0), Desk(7, TimeoutError)):
+        untyped: Any = desk
+        await _handed_over(untyped)
+        assert desk.looks == []
