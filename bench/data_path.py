@@ -4,7 +4,7 @@
 map) and a target's memory into network namespaces behind links of several rates, and hands KV of
 the quickstart's large model times two over: one handoff at a time, four at once, and a short one
 beside a long one. It writes bench/DATA_PATH.md and bench/data_path.png with the timeline of one
-handoff. Needs root, `ip` and `tc`; takes about two minutes.
+handoff. Needs root, `ip` and `tc`; takes about three minutes.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def measure(
 def main(
     rate: Annotated[
         list[str], typer.Option(help="Gb/s of every link, or `unlimited`; repeatable.")
-    ] = ["0.1", "1", "5", UNLIMITED],  # noqa: B006
+    ] = ["0.5", "1", "2", UNLIMITED],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="Lengths; repeatable.", min=BLOCK_TOKENS)] = [  # noqa: B006
         SHORT_TOKENS,
         2_048,

@@ -43,6 +43,7 @@ UCX_ENV = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
 """Without shared memory, and by the link even where both ends are on one node's loopback."""
 
 _ROLES = ("small_node", "large_node", "mapper_node")
+_COUNTS = range(3, 7)
 _OBJECT_STORE_BYTES = 100_000_000
 _START_S = 120.0
 
@@ -61,18 +62,18 @@ class Node:
 
 
 def nodes_of(count: int) -> list[Node]:
-    """Three to five nodes: with three the small model's is the head, with five two have mappers.
+    """Three to six nodes: with three the small model's is the head, from four on all are apart.
 
-    ValueError for other numbers.
+    What is more than four are further nodes for mappers, `mapper2` and `mapper3`. ValueError for
+    other numbers.
     """
     small, large, mapper = (Node(role.removesuffix("_node"), (role,)) for role in _ROLES)
+    if count not in _COUNTS:
+        raise ValueError(f"{count} nodes: there are layouts for {_COUNTS[0]} to {_COUNTS[-1]}")
     if count == 3:
         return [Node(HEAD, small.resources), large, mapper]
-    if count == 4:
-        return [Node(HEAD), small, large, mapper]
-    if count == 5:
-        return [Node(HEAD), small, large, mapper, Node("mapper2", mapper.resources)]
-    raise ValueError(f"{count} nodes: there are layouts for 3, 4 and 5")
+    more = [Node(f"mapper{number}", mapper.resources) for number in range(2, count - 2)]
+    return [Node(HEAD), small, large, mapper, *more]
 
 
 @dataclass
@@ -92,6 +93,12 @@ class NetnsCluster:
         """See `Network.limit`, for every node."""
         for node in self.nodes:
             self.network.limit(node.name, rate_gbps, delay_ms)
+
+    def pids(self, node: str) -> list[int]:
+        """Every process that is on a node now."""
+        command = ["ip", "netns", "pids", self.network.namespace(node)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [int(pid) for pid in done.stdout.split()]
 
     def popen(
         self,
@@ -183,6 +190,8 @@ def _environment(network: Network, token: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ADDRESS": f"{network.address(HEAD)}:{RAY_PORT}",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray makes its workers nice by 15: then all else on the machine would come first.
+        "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -219,7 +228,7 @@ def _wait(starting: Sequence[subprocess.Popen[str]]) -> None:
 
 def main(
     command: Annotated[list[str], typer.Argument(help="What to run, after `--`.")],
-    nodes: Annotated[int, typer.Option(help="Ray nodes.", min=3, max=5)] = 4,
+    nodes: Annotated[int, typer.Option(help="Ray nodes.", min=_COUNTS[0], max=_COUNTS[-1])] = 4,
     rate_gbps: Annotated[
         float | None, typer.Option(help="Rate of every link, each way. Unset: unlimited.")
     ] = None,

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.load import Generator, Load, Messages, Outcome
 from bench.netns_cluster import HEAD, UCX_ENV, NetnsCluster
 
 if TYPE_CHECKING:
@@ -61,6 +62,23 @@ class Driver:
     def describe(self, deployment: str) -> dict[str, Any]:
         """What a replica of a deployment says of itself."""
         return self._order(do="describe", deployment=deployment)
+
+    def status(self) -> dict[str, Any]:
+        """The answer of `/v1/cascade/status`: every replica of every deployment."""
+        return self._order(do="status")
+
+    def start_load(self, load: Load) -> None:
+        """Keep conversations in flight, beside any other order, until `finish_load`."""
+        self._order(do="start_load", load=asdict(load))
+
+    def answered(self) -> tuple[int, bool]:
+        """(answers of the load so far, whether it goes on)."""
+        found = self._order(do="answered")
+        return found["answers"], found["running"]
+
+    def finish_load(self, *, stop: bool = False) -> Outcome:
+        """Wait until the load has ended, with `stop` at the next answers."""
+        return Outcome.from_json(self._order(do="finish_load", stop=stop))
 
     def restart(self, deployment: str) -> None:
         """Kill a replica of a deployment that has one, and wait until another answers."""
@@ -107,16 +125,17 @@ def cascade_document(places: Mapping[str, str]) -> dict[str, Any]:
     (application,) = document["applications"]
     args = application["args"]
     for role in ("small", "large"):
-        args[role]["placement"] = _at(places[role])
-    args["router"] = {"placement": _at(HEAD)}
+        args[role]["placement"] = at(places[role])
+    args["router"] = {"placement": at(HEAD)}
     args["transport"] = {"ucx_env": dict(UCX_ENV)}
     application["deployments"] = [
-        {"name": "mapper", "num_replicas": 1, "ray_actor_options": _at(places["mapper"])}
+        {"name": "mapper", "num_replicas": 1, "ray_actor_options": at(places["mapper"])}
     ]
     return document
 
 
-def _at(node: str) -> dict[str, Any]:
+def at(node: str) -> dict[str, Any]:
+    """Placement on the node of this name."""
     return {"num_cpus": 0.1, "resources": {f"at_{node}": 0.01}}
 
 
@@ -125,8 +144,10 @@ class _Worker:
 
     def __init__(self) -> None:
         self._client: Any = None
+        self._url = ""
         self._model = ""
         self._tokenizer: Any = None
+        self._load: Generator | None = None
 
     def deploy(self, document: dict[str, Any]) -> dict[str, Any]:
         from cluster import local
@@ -134,27 +155,19 @@ class _Worker:
 
         url = local.deploy(document, timeout_s=_DEPLOY_S)
         args = document["applications"][0]["args"]
-        self._client, self._model = connect(url), args.get("cascade_name", APPLICATION)
+        self._url, self._model = url, args.get("cascade_name", APPLICATION)
+        self._client = connect(url)
         return {}
 
     def ask(
         self, tokens: int, seed: int, cascade: dict[str, Any], answer_tokens: int
     ) -> dict[str, Any]:
         from cluster.demo_client import ask
-        from cluster.quickstart.text import long_conversation_messages
 
-        if self._tokenizer is None:
-            from transformers import PreTrainedTokenizerFast
-
-            from cluster.sources import resolve_model
-
-            folder = resolve_model("quickstart:large")
-            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        messages = long_conversation_messages(tokens, self._tokenizer, seed)
         answer = ask(
             self._client,
             self._model,
-            messages,
+            self._messages(tokens, seed),
             max_tokens=answer_tokens,
             # Neither model may end the answer before the handoff is over.
             min_tokens=answer_tokens - 1,
@@ -171,6 +184,42 @@ class _Worker:
         handle = serve.get_deployment_handle(deployment, APPLICATION)
         found: dict[str, Any] = handle.describe.remote().result(timeout_s=60)
         return found
+
+    def status(self) -> dict[str, Any]:
+        from cluster.status_endpoint import Endpoint
+
+        with Endpoint(self._url) as endpoint:
+            found = endpoint.optional_json("/v1/cascade/status")
+        assert found is not None, "every endpoint has it"
+        return found
+
+    def start_load(self, load: dict[str, Any]) -> dict[str, Any]:
+        assert self._load is None, "finish the one before"
+        wanted = Load(**load | {"tokens": tuple(load["tokens"])})
+        self._load = Generator(self._url, self._model, wanted, self._messages)
+        return {}
+
+    def answered(self) -> dict[str, Any]:
+        assert self._load is not None
+        return {"answers": len(self._load.records), "running": self._load.running}
+
+    def finish_load(self, stop: bool) -> dict[str, Any]:
+        assert self._load is not None
+        outcome, self._load = self._load.finish(stop=stop), None
+        return outcome.as_json()
+
+    def _messages(self, tokens: int, seed: int) -> Messages:
+        from cluster.quickstart.text import long_conversation_messages
+
+        if self._tokenizer is None:
+            from transformers import PreTrainedTokenizerFast
+
+            from cluster.sources import resolve_model
+
+            # The models for clusters of namespaces all have this one.
+            folder = resolve_model("quickstart:large")
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        return long_conversation_messages(tokens, self._tokenizer, seed)
 
     def restart(self, deployment: str) -> dict[str, Any]:
         import os

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ class Deployed:
 
     cluster: NetnsCluster
     driver: Driver
+    document: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,5 +42,6 @@ def deployed() -> Iterator[Deployed]:
     prepare_quickstart(Console())
     places = {"small": "head", "large": "large", "mapper": "mapper"}
     with netns_cluster(3, rate_gbps=RATE_GBPS) as cluster, driver(cluster) as one:
-        one.deploy(cascade_document(places))
-        yield Deployed(cluster, one)
+        document = cascade_document(places)
+        one.deploy(document)
+        yield Deployed(cluster, one, document)

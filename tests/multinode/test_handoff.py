@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import uuid
+from copy import deepcopy
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from bench.load import Load
 from bench.netns_network import Traffic
 from router.api import HandoffInfo
 from tests.multinode.conftest import Deployed
@@ -62,6 +66,24 @@ def test_reading_again_moves_no_cache(deployed: Deployed) -> None:
     # A mapped handoff of this conversation writes 46 MB.
     assert moved["large"].received_bytes < 1_000_000
     assert moved["mapper"].received_bytes + moved["mapper"].sent_bytes < 1_000_000
+
+
+def test_mappers_come_and_go_under_load_and_no_request_notices(deployed: Deployed) -> None:
+    """Both mappers are on the one node for them: what counts here is that links are slow."""
+    deployed.driver.start_load(Load(in_flight=3, tokens=(560,), watch_s=0.5))
+    for mappers in (2, 1):
+        changed = deepcopy(deployed.document)
+        changed["applications"][0]["deployments"][0]["num_replicas"] = mappers
+        deployed.driver.deploy(changed)
+        time.sleep(2)
+    outcome = deployed.driver.finish_load(stop=True)
+    assert {record.complaint for record in outcome.records} == {None}
+    running = [sample.replicas.get("RUNNING", 0) for sample in outcome.samples]
+    assert [number for number, _ in groupby(running)] == [1, 2, 1]
+    engines = {(*sample.pids["small"], *sample.pids["large"]) for sample in outcome.samples}
+    assert len(engines) == 1
+    mappers_seen = {pid for sample in outcome.samples for pid in sample.pids["mapper"]}
+    assert len(mappers_seen) == 2
 
 
 def test_a_process_without_the_token_is_refused(deployed: Deployed) -> None:
