@@ -20,7 +20,7 @@ class ScalingConfig(Node):
         None, description="Never more. Unset: as many as `deployments:` says, always."
     )
     target_backlog_s: PositiveFloat = Field(
-        1.0, description="Seconds of mapping that may wait per replica before more are added."
+        1.0, description="Seconds of work that may wait per replica before more are added."
     )
     upscale_delay_s: PositiveFloat = Field(5.0, description="How long it has to be too much.")
     downscale_delay_s: PositiveFloat = Field(120.0, description="How long it has to be too little.")

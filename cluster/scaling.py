@@ -1,4 +1,4 @@
-"""How many mappers: by the seconds of mapping that wait, not by the requests that do.
+"""How many mappers: by the seconds of work that wait, not by the requests that do.
 
 Ray Serve's controller calls the policy with what the replicas recorded
 (`deployments.mapper.MapperServer.record_autoscaling_stats`); delays and bounds are Serve's.
@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from cluster.config import ScalingConfig
 
 BACKLOG_S = "backlog_s"
-"""Name of the recorded number: seconds of mapping that a replica still has to do."""
+"""Name of the recorded number: seconds that a replica still needs, by its map or its links,
+whichever is the limit."""
 
 
 class ScalingContext(Protocol):

@@ -18,7 +18,7 @@ import torch
 import zmq
 import zmq.asyncio
 
-from cluster.chunking import Cutting
+from cluster.chunking import PACED, Cutting
 from cluster.config import HandoffConfig, MapperConfig
 from cluster.errors import HandoffError, HandoffRefused, TransportError
 from cluster.transport import Initiator
@@ -108,7 +108,8 @@ class Converter:
 
     @property
     def backlog_s(self) -> float:
-        """Seconds that the map needs for what was accepted and is not mapped yet.
+        """Seconds that this replica needs for what was accepted and is not mapped yet, be it the
+        map or a link that is the limit.
 
         At the rate of the latest handoffs; before the first one nothing is known and it is 0.
         """
@@ -118,8 +119,11 @@ class Converter:
     @property
     def pool_in_use_bytes(self) -> int:
         """Bytes of the pool that handoffs hold."""
-        slots = self._config.max_concurrent_handoffs
-        return self._pool.numel() // slots * (slots - self._free_slots.qsize())
+        return self._pool.numel() // self._config.max_concurrent_handoffs * self._at_work
+
+    @property
+    def _at_work(self) -> int:
+        return self._config.max_concurrent_handoffs - self._free_slots.qsize()
 
     async def convert(self, order: HandoffOrder) -> AsyncIterator[MapperAddress | HandoffReport]:
         """Yield where the target announces its blocks, then the report of the finished handoff.
@@ -207,8 +211,10 @@ class Converter:
         )
 
     def _learn(self, pipeline: Pipeline) -> None:
-        """Remember what a token of the map took, the newer the more."""
-        token_s = pipeline.tally.spent_s("map") / max(1, pipeline.tally.mapped_tokens)
+        """Remember what a token took in its slowest stage, the newer the more."""
+        busiest_s = max(pipeline.tally.spent_s(stage) for stage in PACED)
+        # Whoever is at work still had a share of that time.
+        token_s = busiest_s / max(1, pipeline.tally.mapped_tokens) / (1 + self._at_work)
         known = self._token_s
         self._token_s = token_s if known is None else known + 0.3 * (token_s - known)
 
