@@ -40,6 +40,11 @@ class Cost:
         self._both = _KEPT * self._both + tokens * seconds
 
     @property
+    def token_s(self) -> float | None:
+        """Seconds per token, all in; None when nothing was seen."""
+        return self._seconds / self._tokens if self._tokens else None
+
+    @property
     def terms(self) -> tuple[float, float] | None:
         """(seconds per chunk, seconds per token); None when nothing was seen."""
         if not self._count:

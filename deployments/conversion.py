@@ -34,7 +34,8 @@ from deployments.messages import (
     decode,
 )
 from deployments.pipeline import Pipeline
-from deployments.workshop import Slot, Workshop, slot_bytes
+from deployments.tally import Tally
+from deployments.workshop import TRANSFERS_UNDER_WAY, Slot, Workshop, slot_bytes
 from mappers.geometry import KVGeometry
 from mappers.mapper import Mapper
 from router.ports import HandoffReport
@@ -95,7 +96,6 @@ class Converter:
         self.address = MapperAddress(
             address=f"tcp://{host}:{port}", generation=generation, mapper_id=mapper_id
         )
-        self._token_s: float | None = None
         self._running: dict[str, Pipeline] = {}
         self._ended: dict[str, float] = {}
         self._tasks: set[asyncio.Task[HandoffReport]] = set()
@@ -114,7 +114,7 @@ class Converter:
         At the rate of the latest handoffs; before the first one nothing is known and it is 0.
         """
         tokens = sum(pipeline.unmapped_tokens for pipeline in self._running.values())
-        return tokens * (self._token_s or 0.0)
+        return tokens * max(cost.token_s or 0.0 for cost in self._shop.costs.values())
 
     @property
     def pool_in_use_bytes(self) -> int:
@@ -194,7 +194,6 @@ class Converter:
             assert error is not None, "a pipeline that ends well has notified the target"
             raise _as_handoff_error(error)
         queue_s, tally = work.result() if not work.cancelled() else 0.0, pipeline.tally
-        self._learn(pipeline)
         return HandoffReport(
             covered_tokens=pipeline.target.result().num_tokens,
             bytes_read=tally.bytes_read,
@@ -210,14 +209,6 @@ class Converter:
             steps=tuple(tally.steps),
         )
 
-    def _learn(self, pipeline: Pipeline) -> None:
-        """Remember what a token took in its slowest stage, the newer the more."""
-        busiest_s = max(pipeline.tally.spent_s(stage) for stage in PACED)
-        # Whoever is at work still had a share of that time.
-        token_s = busiest_s / max(1, pipeline.tally.mapped_tokens) / (1 + self._at_work)
-        known = self._token_s
-        self._token_s = token_s if known is None else known + 0.3 * (token_s - known)
-
     async def greet(self, layout: EngineLayout) -> bool:
         """Shake hands with an engine before the first handoff needs it; False: known already."""
         return await self._shop.connect(layout)
@@ -227,13 +218,22 @@ class Converter:
         queued = time.perf_counter()
         slot = await self._free_slots.get()
         queue_s = time.perf_counter() - queued
+        sharing = self._at_work
         try:
             await pipeline.run(slot)
+            self._learn(pipeline.tally, max(sharing, self._at_work))
         finally:
             # NIXL may still write into these buffers, or read from them.
             await pipeline.settle()
             self._free_slots.put_nowait(slot)
         return queue_s
+
+    def _learn(self, tally: Tally, sharing: int) -> None:
+        """Remember what each stage took; so many handoffs had the links between them."""
+        for stage in PACED:
+            together = 1 if stage == "map" else min(sharing, TRANSFERS_UNDER_WAY)
+            spent_s = tally.spent_s(stage) / together
+            self._shop.costs[stage].saw(tally.chunks, tally.mapped_tokens, spent_s)
 
     def _remember(self, handoff_id: str) -> None:
         """An announcement may arrive after the end; it is answered for as long as one can."""
@@ -304,7 +304,7 @@ class Converter:
         self._inbox.close()
         self._context.destroy()
         await asyncio.to_thread(self._initiator.close)
-        self._shop.lane.close()
+        self._shop.compute.shutdown()
 
 
 def _stop(pipeline: Pipeline, error: HandoffError) -> None:

@@ -1,33 +1,35 @@
-"""One thread for the map, shared fairly by the handoffs of a replica. It knows no handoffs."""
+"""Whose turn it is where the handoffs of a replica share something: a thread, a link.
+
+It knows no handoffs, only how much each had until now.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
-
-T = TypeVar("T")
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 
 class Lane:
-    """Does one piece of work at a time; of those that wait, the one whose owner had least so far.
+    """At most `places` at a time; of those that wait, the one that had least so far comes next.
 
-    Taking turns would be unfair, for a short handoff has smaller chunks than a long one. Equals
+    Taking turns would be unfair, for a short handoff has smaller chunks than a long one. So equals
     share evenly, and a short one is not held up by long ones (least attained service first).
     """
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
+    def __init__(self, places: int) -> None:
+        self._free = places
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
-        self._busy = False
 
-    async def run(self, had: int, work: Callable[[], T]) -> T:
-        """The result of `work()`, whose owner was given `had` (of any unit) until now."""
-        if self._busy:
+    @asynccontextmanager
+    async def turn(self, had: int) -> AsyncIterator[None]:
+        """Wait for a place and keep it until the block ends; `had` is of any unit."""
+        if self._free:
+            self._free -= 1
+        else:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (had, next(self._numbers), turn))
             try:
@@ -36,9 +38,8 @@ class Lane:
                 if not turn.cancelled():
                     self._next()
                 raise
-        self._busy = True
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            yield
         finally:
             self._next()
 
@@ -48,8 +49,4 @@ class Lane:
             if not turn.cancelled():
                 turn.set_result(None)
                 return
-        self._busy = False
-
-    def close(self) -> None:
-        """Wait for the work under way."""
-        self._thread.shutdown()
+        self._free += 1

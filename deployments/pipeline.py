@@ -4,11 +4,12 @@
       READ(i+1)             map(i)                   WRITE(i−1)
 
 The three stages are coroutines joined by queues; a handoff owns a raw and a mapped part of the
-replica's registered pool, of two or more chunks each. Two READs are under way at a time, so that a
-link does not fall idle while the next one is asked for; WRITEs are posted as they come. The reader
-starts before the target has announced its blocks. The last WRITE carries the done notification; it
-leaves alone, after all others have landed and the source has confirmed that the blocks were still
-held when the last READ did. When it has to stop, and who is told so, is `conversion.py`'s business.
+replica's registered pool, of two or more chunks each. Two transfers each way are under way at a
+time, so that a link does not fall idle while the next chunk is asked for; whose they are, and who
+maps next, is decided by what each handoff had so far (`lane.py`). The reader starts before the
+target has announced its blocks. The last WRITE carries the done notification; it leaves alone,
+after all others have landed and the source has confirmed that the blocks were still held when the
+last READ did. When it has to stop, and who is told so, is `conversion.py`'s business.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.chunking import PACED
 from cluster.errors import HandoffError, HandoffRefused
 from cluster.transport import Transfer
 from deployments.control import ask
@@ -38,11 +38,16 @@ from deployments.messages import (
     done_notification,
 )
 from deployments.tally import Tally
-from deployments.workshop import Slot, Workshop, chunk_views, peer_of
+from deployments.workshop import (
+    TRANSFERS_UNDER_WAY,
+    Slot,
+    Workshop,
+    chunk_views,
+    peer_of,
+)
 
 T = TypeVar("T")
 _CONTROL_TIMEOUT_S = 5.0
-_READS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +105,6 @@ class Pipeline:
             group.create_task(self._read(group, chunk_tokens, free_raw, raw, held))
             group.create_task(self._map(raw, free_raw, free_mapped, mapped))
             group.create_task(self._write(group, mapped, free_mapped, held))
-        for stage in PACED:
-            self.shop.costs[stage].saw(
-                self.tally.chunks, self.tally.mapped_tokens, self.tally.spent_s(stage)
-            )
 
     async def settle(self) -> None:
         """Wait until NIXL has reported the end of everything that was posted."""
@@ -123,8 +124,8 @@ class Pipeline:
         await self._require_held(Claim(ticket_id=ticket.ticket_id, lease_s=self.shop.deadline_s))
         landed: list[asyncio.Task[None]] = []
         async for first, last in self._spans(chunk_tokens):
-            if len(landed) >= _READS_UNDER_WAY:
-                await landed[-_READS_UNDER_WAY]
+            if len(landed) >= TRANSFERS_UNDER_WAY:
+                await landed[-TRANSFERS_UNDER_WAY]
             pool = await free.get()
             block_ids = ticket.block_ids[first // size : -(-last // size)]
             buffers = chunk_views(pool, layout, len(block_ids))
@@ -147,8 +148,10 @@ class Pipeline:
         self, first: int, last: int, block_ids: tuple[int, ...], buffers: list[Tensor]
     ) -> None:
         layout = self.order.ticket.layout
-        with self.tally.step("read", first, last):
-            moved_bytes = await self._transfer("READ", layout, block_ids, buffers)
+        lane = self.shop.transfer_lane("READ", layout)
+        async with lane.turn(self.tally.bytes_read):
+            with self.tally.step("read", first, last):
+                moved_bytes = await self._transfer("READ", layout, block_ids, buffers)
         self.tally.bytes_read += moved_bytes
 
     async def _spans(self, step: int) -> AsyncIterator[tuple[int, int]]:
@@ -199,8 +202,7 @@ class Pipeline:
         written: int | None = None
         while (chunk := await raw.get()) is not None:
             await chunk.landed
-            with self.tally.step("map", chunk.first_token, chunk.last_token):
-                k_LTHD, v_LTHD = await self._compute(partial(self._apply, chunk))
+            k_LTHD, v_LTHD = await self._compute(chunk, partial(self._apply, chunk))
             self.tally.mapped_tokens += chunk.last_token - chunk.first_token
             free_raw.put_nowait(chunk.pool)
             with self.tally.step("wait_target", chunk.first_token, chunk.last_token):
@@ -218,8 +220,9 @@ class Pipeline:
             buffers = chunk_views(pool, target.layout, hi - lo)
             wanted = slice(first - chunk.first_token, last - chunk.first_token)
             k_LTHD, v_LTHD = k_LTHD[:, wanted], v_LTHD[:, wanted]
-            with self.tally.step("map", first, last):
-                await self._compute(partial(self._encode, target.layout, k_LTHD, v_LTHD, buffers))
+            await self._compute(
+                chunk, partial(self._encode, target.layout, k_LTHD, v_LTHD, buffers)
+            )
             self.tally.chunks += 1
             out.put_nowait(
                 _MappedChunk(
@@ -233,8 +236,11 @@ class Pipeline:
             )
         out.put_nowait(None)
 
-    async def _compute(self, work: Callable[[], T]) -> T:
-        return await self.shop.lane.run(self.tally.mapped_tokens, work)
+    async def _compute(self, chunk: _RawChunk, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        async with self.shop.map_lane.turn(self.tally.mapped_tokens):
+            with self.tally.step("map", chunk.first_token, chunk.last_token):
+                return await loop.run_in_executor(self.shop.compute, work)
 
     @torch.inference_mode()
     def _apply(self, chunk: _RawChunk) -> tuple[Tensor, Tensor]:
@@ -274,10 +280,12 @@ class Pipeline:
     async def _write_chunk(self, chunk: _MappedChunk, free: asyncio.Queue[Tensor]) -> None:
         layout = self.target.result().layout
         note = done_notification(self.order.handoff_id) if chunk.last else b""
-        with self.tally.step("write", chunk.first_token, chunk.last_token):
-            moved_bytes = await self._transfer(
-                "WRITE", layout, chunk.block_ids, chunk.buffers, note
-            )
+        lane = self.shop.transfer_lane("WRITE", layout)
+        async with lane.turn(self.tally.bytes_written):
+            with self.tally.step("write", chunk.first_token, chunk.last_token):
+                moved_bytes = await self._transfer(
+                    "WRITE", layout, chunk.block_ids, chunk.buffers, note
+                )
         self.tally.bytes_written += moved_bytes
         self.notified |= chunk.last
         free.put_nowait(chunk.pool)

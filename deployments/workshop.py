@@ -6,7 +6,9 @@ It knows layouts and peers, and nothing of a handoff's course.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import zmq.asyncio
@@ -20,6 +22,10 @@ from deployments.messages import EngineLayout, WorkerLayout
 from mappers.mapper import Mapper
 
 _KEPT_CODECS = 16
+
+TRANSFERS_UNDER_WAY = 2
+"""To or from one engine at a time: a link must not fall idle while the next chunk is asked for, and
+what was posted cannot be overtaken."""
 
 
 class Workshop:
@@ -43,7 +49,9 @@ class Workshop:
         self.cutting = cutting
         self.costs = new_costs()
         self.deadline_s = deadline_s
-        self.lane = Lane()
+        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="map")
+        self.map_lane = Lane(1)
+        self._transfer_lanes: dict[tuple[str, str], Lane] = {}
         self._codecs: dict[str, EngineCodec] = {}
         self._agents: dict[str, set[str]] = {}
 
@@ -54,6 +62,13 @@ class Workshop:
             while len(self._codecs) > _KEPT_CODECS:
                 self._codecs.pop(next(iter(self._codecs)))
         return self._codecs[layout.generation]
+
+    def transfer_lane(self, operation: Literal["READ", "WRITE"], layout: EngineLayout) -> Lane:
+        """For one direction of the way to an engine."""
+        key = operation, layout.generation
+        if key not in self._transfer_lanes:
+            self._transfer_lanes[key] = Lane(TRANSFERS_UNDER_WAY)
+        return self._transfer_lanes[key]
 
     async def connect(self, layout: EngineLayout) -> bool:
         """Connect to all workers of an engine; True when a handshake was needed.
