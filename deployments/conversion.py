@@ -216,6 +216,9 @@ class Converter:
     async def _work(self, pipeline: Pipeline) -> float:
         """Wait for a slot and run; returns the seconds spent waiting."""
         queued = time.perf_counter()
+        if self._free_slots.empty():
+            # The line may be longer than the lease.
+            await pipeline.claim()
         slot = await self._free_slots.get()
         queue_s = time.perf_counter() - queued
         sharing = self._at_work

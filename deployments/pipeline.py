@@ -91,6 +91,12 @@ class Pipeline:
             wanted = self.target.result().num_tokens
         return max(0, wanted - self.tally.mapped_tokens)
 
+    async def claim(self) -> None:
+        """Have the source keep the blocks until the handoff's deadline; HandoffRefused when it no
+        longer does."""
+        ticket_id = self.order.ticket.ticket_id
+        await self._require_held(Claim(ticket_id=ticket_id, lease_s=self.shop.deadline_s))
+
     async def run(self, slot: Slot) -> None:
         """Convert everything the target wants; raises HandoffError (perhaps in a group)."""
         self.tally.cold = await self.shop.connect(self.order.ticket.layout)
@@ -121,7 +127,7 @@ class Pipeline:
     ) -> None:
         ticket, layout = self.order.ticket, self.order.ticket.layout
         size = layout.block_size_tokens
-        await self._require_held(Claim(ticket_id=ticket.ticket_id, lease_s=self.shop.deadline_s))
+        await self.claim()
         landed: list[asyncio.Task[None]] = []
         async for first, last in self._spans(chunk_tokens):
             if len(landed) >= TRANSFERS_UNDER_WAY:

@@ -212,3 +212,22 @@ async def test_more_handoffs_than_the_pool_holds_wait_and_more_than_the_queue_ar
         found = await target.wait_done(order.handoff_id)
     assert found == sorted([first.handoff_id, second.handoff_id])
     await made.close()
+
+
+async def test_what_waits_in_line_is_claimed_at_once(memories: list[EngineMemory]) -> None:
+    made = await converter(handoffs=1)
+    source = make(memories)
+    source.fill(*kv(64), (0, 1))
+    streams = [made.convert(order_for(source, 64, (0, 1))) for _ in range(2)]
+    for stream in streams:
+        await anext(stream)
+    async with asyncio.timeout(5):
+        while len(source.told(Claim)) < 2:
+            await asyncio.sleep(0.01)
+    # The first one waits for its target, so the second one has no buffers yet.
+    assert made.running == 2
+    assert made.pool_in_use_bytes > 0
+    assert len({claim.ticket_id for claim in source.told(Claim)}) == 2
+    for stream in streams:
+        await stream.aclose()
+    await made.close()
