@@ -24,8 +24,6 @@ from bench.handoff_plan import Planner
 from bench.handoff_plot import plot
 from bench.handoff_runs import PLACES, Matrix, Measured, Run, measure
 from bench.netns_network import missing
-from cluster.cli import QUICKSTART_CONFIG
-from cluster.config import load_serve_config
 from cluster.demo_findings import machine
 from cluster.fitting import prepare_quickstart
 from cluster.sources import quickstart_mapper_folder
@@ -81,7 +79,6 @@ def _report(
 ) -> None:
     from cluster.catalog import architecture
 
-    _, cascade = load_serve_config(QUICKSTART_CONFIG)
     manifest = json.loads((Path(quickstart_mapper_folder()) / "manifest.json").read_text())
     models = architecture("small"), architecture("large")
     planner = Planner(*models, manifest["k"], found.runs)
@@ -89,7 +86,6 @@ def _report(
     console.print(rich_table(rows))
     console.print(f"The planner was told: {about_text(planner.rates)}.")
     console.print(f"seconds: {found.seconds}; load averages: {found.load_averages}")
-    chunk_tokens = cascade.mapper.chunk_tokens
     text = page(
         rows,
         found.runs,
@@ -97,7 +93,6 @@ def _report(
         about,
         found.seconds,
         found.load_averages,
-        chunk_tokens,
     )
     (out / "HANDOFF.md").write_text(text)
     plot(rows, [run for run in found.runs if run.first and run.good], out / "handoff.png")

@@ -67,7 +67,7 @@ def about_text(rates: Rates, gbps: bool = True) -> str:
     return f"{text}, {rates.unlimited_gbps:.1f} Gb/s without a limit" if gbps else text
 
 
-def reason(row: Row, rates: Rates, chunk_tokens: int) -> str:
+def reason(row: Row, rates: Rates) -> str:
     """Why the planner is off, in words; the row has someone to blame."""
     assert row.blame is not None
     stages = row.stages_ms
@@ -77,8 +77,8 @@ def reason(row: Row, rates: Rates, chunk_tokens: int) -> str:
         "moving": "reading took {read:,.0f} ms and writing {write:,.0f} ms: TCP does not fill the "
         "link, and within a node bytes are copied, too, which the planner takes for free",
         "mapping": "the map took {map:,.0f} ms beside the transfers, which use the same cores",
-        "overlap": f"a handoff moves chunks of {chunk_tokens} tokens where the planner overlaps "
-        "layers: the first chunk's reading and the last one's writing are waited for",
+        "overlap": "a handoff moves chunks where the planner overlaps layers: the first one's "
+        "reading and the last one's writing are waited for",
         "prefill": "time grows faster with length than FLOP do: "
         f"{1e3 * row.prompt_tokens / row.measured_ms:,.0f} tokens/s here",
     }
@@ -112,7 +112,6 @@ def page(
     machine: Mapping[str, Any],
     seconds: Mapping[str, float],
     loads: Sequence[float],
-    chunk_tokens: int,
 ) -> str:
     """HANDOFF.md."""
     load = " to ".join(f"{one:.1f}" for one in (min(loads), max(loads)))
@@ -131,7 +130,7 @@ def page(
         "## Reading again\n",
         _markdown(["tokens", "measured", "planner", "off"], _again(rows)),
         f"## Where the planner is off by more than {TOLERANCE:.0%}\n",
-        _off(rows, rates, chunk_tokens),
+        _off(rows, rates),
     ]
     if wrong:
         reasons = sorted({run.reason or "unknown" for run in wrong})
@@ -197,7 +196,7 @@ def _again(rows: Sequence[Row]) -> list[list[str]]:
     ]
 
 
-def _off(rows: Sequence[Row], rates: Rates, chunk_tokens: int) -> str:
+def _off(rows: Sequence[Row], rates: Rates) -> str:
     lines = []
     for row in rows:
         if row.blame is None:
@@ -207,7 +206,7 @@ def _off(rows: Sequence[Row], rates: Rates, chunk_tokens: int) -> str:
         else:
             where = f"{link_name(row.rate_gbps)}, {PLACE_NAMES[row.place]}"
             what = f"{row.prompt_tokens:,} tokens, {where}"
-        lines.append(f"* {what}: {row.off:+.0%}. {reason(row, rates, chunk_tokens)}.")
+        lines.append(f"* {what}: {row.off:+.0%}. {reason(row, rates)}.")
     return "\n".join(lines or ["Nowhere."]) + "\n"
 
 
