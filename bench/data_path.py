@@ -151,7 +151,7 @@ def measure(
 def main(
     rate: Annotated[
         list[str], typer.Option(help="Gb/s of every link, or `unlimited`; repeatable.")
-    ] = ["0.5", "1", "2", UNLIMITED],  # noqa: B006
+    ] = ["1", "2", UNLIMITED],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="Lengths; repeatable.", min=BLOCK_TOKENS)] = [  # noqa: B006
         SHORT_TOKENS,
         2_048,

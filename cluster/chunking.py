@@ -17,17 +17,19 @@ PACED: tuple[Paced, ...] = ("read", "map", "write")
 
 _KEPT = 0.9
 _OVERHEAD_S = 0.002
-"""What a chunk costs a stage at least, whatever its size; assumed until several were seen."""
+"""What a chunk costs a stage at least, whatever its size."""
 
 
 class Cost:
     """Seconds of a stage for a chunk: so much for any, so much per token.
 
-    A line of least squares through the mean chunks of the latest handoffs, within what is possible.
-    Single chunks would mislead, for those under way together slow each other down.
+    Both by a line of least squares through the mean chunks of the latest handoffs, within what is
+    possible, or with `rate_only` the second alone: transfers under way together slow each other
+    down, and what looks like a cost of each chunk is their neighbours'.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, rate_only: bool) -> None:
+        self._rate_only = rate_only
         self._count = self._tokens = self._seconds = self._tokens2 = self._both = 0.0
 
     def saw(self, chunks: int, total_tokens: int, total_s: float) -> None:
@@ -53,7 +55,7 @@ class Cost:
         spread = self._tokens2 / self._count - mean_tokens**2
         overhead_s = _OVERHEAD_S
         # Sizes that hardly differ say nothing of what a chunk costs by itself.
-        if spread > (0.1 * mean_tokens) ** 2:
+        if not self._rate_only and spread > (0.1 * mean_tokens) ** 2:
             slope = (self._both / self._count - mean_tokens * mean_s) / spread
             overhead_s = mean_s - slope * mean_tokens
         overhead_s = min(max(overhead_s, _OVERHEAD_S), mean_s)
@@ -65,7 +67,7 @@ Costs = Mapping[Paced, Cost]
 
 def new_costs() -> dict[Paced, Cost]:
     """Nothing seen of any stage."""
-    return {stage: Cost() for stage in PACED}
+    return {stage: Cost(rate_only=stage != "map") for stage in PACED}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.chunking import PACED, Cost, Cutting, Paced, makespan_s, new_costs
+from cluster.chunking import PACED, Cost, Cutting, Paced, makespan_s
 
 CUTTING = Cutting(grid_tokens=32, most_tokens=512)
 
 
 def known(**terms: tuple[float, float]) -> dict[Paced, Cost]:
     """Costs that were seen with chunks of three sizes and fit `terms` exactly."""
-    costs = new_costs()
+    costs = {stage: Cost(rate_only=False) for stage in PACED}
     for stage in PACED:
         chunk_s, token_s = terms[stage]
         for size in (64, 256, 512):
@@ -41,21 +41,32 @@ def played_s(tokens: int, size: int, costs: dict[Paced, Cost], buffers: int = 2)
 
 
 def test_a_cost_is_a_line_through_what_was_seen() -> None:
-    cost = Cost()
+    cost = Cost(rate_only=False)
     for size in (64, 512, 128, 256):
         cost.saw(4, 4 * size, 4 * (0.01 + 2e-4 * size))
     assert cost.terms == pytest.approx((0.01, 2e-4))
 
 
 def test_one_size_alone_tells_the_rate_but_not_what_a_chunk_costs() -> None:
-    cost = Cost()
+    cost = Cost(rate_only=False)
     for _ in range(3):
         cost.saw(2, 200, 0.2)
     assert cost.terms == pytest.approx((0.002, 0.098 / 100))
 
 
+def test_a_cost_of_transfers_has_a_rate_alone() -> None:
+    cost = Cost(rate_only=True)
+    for size in (64, 512, 128, 256):
+        cost.saw(4, 4 * size, 4 * (0.002 + 2e-4 * size))
+    assert cost.terms == pytest.approx((0.002, 2e-4))
+    for size, seconds in ((64, 0.2), (512, 0.3)):
+        cost.saw(1, size, seconds)
+    assert cost.terms is not None and cost.terms[0] == 0.002
+    assert cost.token_s is not None and cost.token_s > 2e-4
+
+
 def test_the_newest_handoffs_count_most() -> None:
-    cost = Cost()
+    cost = Cost(rate_only=False)
     for _ in range(50):
         cost.saw(1, 100, 1.0)
     for _ in range(20):
@@ -66,7 +77,7 @@ def test_the_newest_handoffs_count_most() -> None:
 
 
 def test_terms_stay_within_what_is_possible() -> None:
-    falling, steep = Cost(), Cost()
+    falling, steep = Cost(rate_only=False), Cost(rate_only=False)
     for size, seconds in ((100, 0.5), (400, 0.1)):
         falling.saw(1, size, seconds)
     for size, seconds in ((100, 0.01), (400, 0.9)):
@@ -105,7 +116,7 @@ def test_a_stage_with_much_to_do_per_chunk_gets_large_ones() -> None:
 def test_the_largest_size_is_taken_until_all_stages_are_known() -> None:
     costs = known(read=(0.002, 2e-3), map=(0.002, 2e-3), write=(0.002, 2e-3))
     assert CUTTING.chunk_tokens(560, costs) == 32
-    costs["write"] = Cost()
+    costs["write"] = Cost(rate_only=False)
     assert CUTTING.chunk_tokens(560, costs) == 512
 
 
