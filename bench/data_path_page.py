@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 STAGES = ("read", "map", "write")
-_COLOURS = {"read": "#1f6fb2", "map": "#e08214", "wait_target": "#bbbbbb", "write": "#2e8b57"}
+_COLOURS = {"read": "#1f6fb2", "map": "#e08214", "write": "#2e8b57"}
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,8 @@ def timeline(trial: Trial, path: Path) -> None:
                     step["end_s"] - step["begin_s"],
                     left=step["begin_s"],
                     color=_COLOURS[stage],
-                    edgecolor="white",
+                    # The map's steps may be thinner than a white edge.
+                    edgecolor=_COLOURS[stage] if stage == "map" else "white",
                     linewidth=0.6,
                 )
     panel.set_yticks(range(len(STAGES)), STAGES)
