@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.data_path_page import Shape, Together, Trial, page, rich_table, timeline
 from bench.netns_cluster import UCX_ENV, namespaces_of_this_process
 from bench.netns_network import Network, missing
+from bench.orders import Orders
 from cluster.demo_findings import machine
 
 SHAPE = Shape(layers=28, kv_heads=8, head_dim=64)
@@ -40,34 +41,18 @@ UNLIMITED = "unlimited"
 _BENCH = Path(__file__).resolve().parent
 
 
-class Program:
+def _program(network: Network, node: str, kind: str, **options: Any) -> Orders:
     """One `data_path_node.py` in its namespace."""
-
-    def __init__(self, network: Network, node: str, kind: str, **options: Any) -> None:
-        command = (sys.executable, str(_BENCH / "data_path_node.py"), kind, network.address(node))
-        self._process = subprocess.Popen(
-            network.command(node, *command, json.dumps(options)),
-            env=os.environ | UCX_ENV,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def __call__(self, do: str, **order: Any) -> Any:
-        """Carry out one order."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps({"do": do, **order}), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the program ended while it did {do!r}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        """Let it close what it has."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    command = (sys.executable, str(_BENCH / "data_path_node.py"), kind, network.address(node))
+    process = subprocess.Popen(
+        network.command(node, *command, json.dumps(options)),
+        env=os.environ | UCX_ENV,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    return Orders(process)
 
 
 class Course:
@@ -77,14 +62,14 @@ class Course:
         shape = asdict(SHAPE)
         self._network = network
         self._tokens = tokens
-        self._source = Program(network, "source", "memory", **shape, tokens=AT_ONCE * tokens)
-        self._target = Program(network, "target", "memory", **shape, tokens=AT_ONCE * tokens)
-        self._mapper = Program(
+        self._source = _program(network, "source", "memory", **shape, tokens=AT_ONCE * tokens)
+        self._target = _program(network, "target", "memory", **shape, tokens=AT_ONCE * tokens)
+        self._mapper = _program(
             network, "mapper", "mapper", **shape, chunk_tokens=chunk_tokens, handoffs=AT_ONCE
         )
-        self._layout = self._source("layout")
-        self._mapper("greet", layout=self._layout)
-        self._mapper("greet", layout=self._target("layout"))
+        self._layout = self._source.give("layout")
+        self._mapper.give("greet", layout=self._layout)
+        self._mapper.give("greet", layout=self._target.give("layout"))
 
     def limit(self, rate_gbps: float | None) -> None:
         """Every link, in each direction."""
@@ -94,17 +79,17 @@ class Course:
     def together(self, *lengths: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Reports of handoffs that begin together, and processor seconds by program."""
         programs = {"source": self._source, "mapper": self._mapper, "target": self._target}
-        before = {name: program("cpu_s") for name, program in programs.items()}
+        before = {name: program.give("cpu_s") for name, program in programs.items()}
         orders = []
         for number, tokens in enumerate(lengths):
             first = number * self._tokens // BLOCK_TOKENS
             blocks = list(range(first, first + tokens // BLOCK_TOKENS))
-            order = self._mapper("begin", layout=self._layout, block_ids=blocks)
-            self._target("announce", **order, block_ids=blocks)
+            order = self._mapper.give("begin", layout=self._layout, block_ids=blocks)
+            self._target.give("announce", **order, block_ids=blocks)
             orders.append(order["handoff_id"])
-        reports = [self._mapper("finish", handoff_id=one) for one in orders]
+        reports = [self._mapper.give("finish", handoff_id=one) for one in orders]
         return reports, {
-            name: program("cpu_s") - before[name] for name, program in programs.items()
+            name: program.give("cpu_s") - before[name] for name, program in programs.items()
         }
 
     def end(self) -> None:

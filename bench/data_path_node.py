@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import resource
 import sys
 import uuid
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.orders import answers
 
 
 class Role(Protocol):
@@ -202,16 +203,15 @@ def _cpu_s() -> float:
 
 async def main() -> None:
     """`data_path_node.py memory|mapper HOST JSON-OPTIONS`, until standard input ends."""
-    # Whatever prints must not spoil the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    # Before anything prints.
+    to = answers()
     kind, host, options = sys.argv[1:]
     made: Role = {"memory": Memory, "mapper": MapperNode}[kind](host, **json.loads(options))
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         found = await getattr(made, order.pop("do"))(**order)
-        print(json.dumps(found), file=answers, flush=True)
+        print(json.dumps(found), file=to, flush=True)
     await made.close()
 
 

@@ -6,11 +6,11 @@ sends it one JSON order per line; the answer is one JSON line. Orders are the me
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from bench.load import Generator, Load, Messages, Outcome
 from bench.netns_cluster import HEAD, UCX_ENV, NetnsCluster
+from bench.orders import Orders, answers, carry_out
 
 if TYPE_CHECKING:
     from router.api import CascadeInfo
@@ -41,12 +42,12 @@ class Asked:
 class Driver:
     """Sends orders to the process in the head's namespace."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, orders: Orders) -> None:
+        self._give = orders.give
 
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Deploy a Serve config, or what changed of it, and wait until all of it runs."""
-        self._order(do="deploy", document=document)
+        self._give("deploy", document=document)
 
     def ask(
         self, tokens: int, seed: int, cascade: Mapping[str, Any], *, answer_tokens: int = 3
@@ -54,44 +55,35 @@ class Driver:
         """Go on with a conversation of at most `tokens` tokens; `seed` chooses which."""
         from router.api import CascadeInfo
 
-        found = self._order(
-            do="ask", tokens=tokens, seed=seed, cascade=cascade, answer_tokens=answer_tokens
+        found = self._give(
+            "ask", tokens=tokens, seed=seed, cascade=cascade, answer_tokens=answer_tokens
         )
         return Asked(found["prompt_tokens"], CascadeInfo.model_validate(found["cascade"]))
 
     def describe(self, deployment: str) -> dict[str, Any]:
         """What a replica of a deployment says of itself."""
-        return self._order(do="describe", deployment=deployment)
+        return self._give("describe", deployment=deployment)
 
     def status(self) -> dict[str, Any]:
         """The answer of `/v1/cascade/status`: every replica of every deployment."""
-        return self._order(do="status")
+        return self._give("status")
 
     def start_load(self, load: Load) -> None:
         """Keep conversations in flight, beside any other order, until `finish_load`."""
-        self._order(do="start_load", load=asdict(load))
+        self._give("start_load", load=asdict(load))
 
     def answered(self) -> tuple[int, bool]:
         """(answers of the load so far, whether it goes on)."""
-        found = self._order(do="answered")
+        found = self._give("answered")
         return found["answers"], found["running"]
 
     def finish_load(self, *, stop: bool = False) -> Outcome:
         """Wait until the load has ended, with `stop` at the next answers."""
-        return Outcome.from_json(self._order(do="finish_load", stop=stop))
+        return Outcome.from_json(self._give("finish_load", stop=stop))
 
     def restart(self, deployment: str) -> None:
         """Kill a replica of a deployment that has one, and wait until another answers."""
-        self._order(do="restart", deployment=deployment)
-
-    def _order(self, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the driver ended; what went wrong is above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        self._give("restart", deployment=deployment)
 
 
 @contextmanager
@@ -100,15 +92,12 @@ def driver(cluster: NetnsCluster) -> Iterator[Driver]:
     process = cluster.popen(
         sys.executable, str(Path(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert process.stdin is not None and process.stdout is not None
+    orders = Orders(process)
     try:
-        yield Driver(process)
+        yield Driver(orders)
     finally:
-        process.stdin.close()
-        process.stdout.close()
         # Serve and its replicas end with the cluster.
-        process.kill()
-        process.wait()
+        orders.end(kill=True)
 
 
 def cascade_document(places: Mapping[str, str]) -> dict[str, Any]:
@@ -222,7 +211,6 @@ class _Worker:
         return long_conversation_messages(tokens, self._tokenizer, seed)
 
     def restart(self, deployment: str) -> dict[str, Any]:
-        import os
         import signal
 
         before = self.describe(deployment)["pid"]
@@ -241,19 +229,12 @@ class _Worker:
 
 def main() -> None:
     """Carry out orders until standard input ends."""
-    import os
-
-    # Whatever prints must not spoil the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    # Before anything prints.
+    to = answers()
     from cluster.local import start_local_ray
 
     start_local_ray(address=os.environ["RAY_ADDRESS"])
-    worker = _Worker()
-    for line in sys.stdin:
-        order = json.loads(line)
-        work: Callable[..., dict[str, Any]] = getattr(worker, order.pop("do"))
-        print(json.dumps(work(**order)), file=answers, flush=True)
+    carry_out(_Worker(), to)
 
 
 if __name__ == "__main__":

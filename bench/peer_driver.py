@@ -6,7 +6,7 @@ this file as a program in the head's namespace; an order and its answer are a li
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 from bench.netns_cluster import UCX_ENV, NetnsCluster
 from bench.netns_driver import at
+from bench.orders import Orders, answers, carry_out
 
 MODEL = "peer"
 _DECODE = f"Decode:{MODEL}"
@@ -44,25 +45,16 @@ class Watched:
 class PeerDriver:
     """Sends orders to the process in the head's namespace."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, orders: Orders) -> None:
+        self._give = orders.give
 
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Remove whatever is deployed, deploy a Serve config and wait until it runs."""
-        self._order(do="deploy", document=document)
+        self._give("deploy", document=document)
 
     def ask(self, tokens: int, seed: int) -> Watched:
         """Let prefill and decode answer a conversation of at most `tokens` with one token."""
-        return Watched(**self._order(do="ask", tokens=tokens, seed=seed))
-
-    def _order(self, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the driver ended; what went wrong is above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return Watched(**self._give("ask", tokens=tokens, seed=seed))
 
 
 @contextmanager
@@ -70,14 +62,12 @@ def peer_driver(cluster: NetnsCluster) -> Iterator[PeerDriver]:
     """A driver on the cluster's head, until the block ends."""
     program = (sys.executable, str(Path(__file__)))
     process = cluster.popen(*program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None
+    orders = Orders(process)
     try:
-        yield PeerDriver(process)
+        yield PeerDriver(orders)
     finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.kill()
-        process.wait()
+        # Serve and its replicas end with the cluster.
+        orders.end(kill=True)
 
 
 def peer_document(source: str, kv_pool_bytes: int, *, helped: bool) -> dict[str, Any]:
@@ -197,19 +187,12 @@ class _Worker:
 
 def main() -> None:
     """Carry out orders until standard input ends."""
-    import os
-
-    # Whatever prints must not spoil the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    # Before anything prints.
+    to = answers()
     from cluster.local import start_local_ray
 
     start_local_ray(address=os.environ["RAY_ADDRESS"])
-    worker = _Worker()
-    for line in sys.stdin:
-        order = json.loads(line)
-        work = getattr(worker, order.pop("do"))
-        print(json.dumps(work(**order)), file=answers, flush=True)
+    carry_out(_Worker(), to)
 
 
 if __name__ == "__main__":
