@@ -110,7 +110,7 @@ def test_the_term_that_changed_is_the_one_to_blame(stages: dict[str, float], bla
     assert row.off < -0.25
     assert row.blame == blame
     assert sum(row.terms_ms.values()) == pytest.approx(row.measured_ms - row.predicted_ms)
-    assert reason(row, made.rates, 512).startswith("+")
+    assert reason(row, made.rates).startswith("+")
 
 
 def test_first_and_failed_runs_are_in_no_row() -> None:
@@ -131,7 +131,7 @@ def test_the_page_names_every_cell_and_what_went_wrong(tmp_path: Path) -> None:
     runs.append(again(2_060, 5_000))
     made = planner(*runs)
     machine = {"cpu": "a processor", "cores": 2}
-    text = page(made.rows(), runs, made.rates, machine, {"all": 120.0}, [1.0, 2.0], 512)
+    text = page(made.rows(), runs, made.rates, machine, {"all": 120.0}, [1.0, 2.0])
     assert "| the target's node | 560 | 4.20 s | " in text and " | 1 of 1 |" in text
     assert "| the target's node | 0.1 Gb/s | 2,060 | 60.00 s (60.00 s to 60.00 s) |" in text
     assert "* 2,060 tokens, 0.1 Gb/s, the target's node: -6" in text
