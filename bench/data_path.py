@@ -27,8 +27,9 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.data_path_page import Shape, Together, Trial, page, rich_table, timeline
+from bench.links import UNLIMITED, rates_of, require_namespaces
 from bench.netns_cluster import UCX_ENV, namespaces_of_this_process
-from bench.netns_network import Network, missing
+from bench.netns_network import Network
 from bench.orders import Orders
 from cluster.demo_findings import machine
 
@@ -37,7 +38,6 @@ NODES = ("source", "mapper", "target")
 BLOCK_TOKENS = 32
 AT_ONCE = 4
 SHORT_TOKENS = 512
-UNLIMITED = "unlimited"
 _BENCH = Path(__file__).resolve().parent
 
 
@@ -151,11 +151,10 @@ def main(
 ) -> None:
     """Measure the data path by link rate and length."""
     console = Console(highlight=False)
-    if reason := missing():
-        raise typer.BadParameter(f"{reason}; run it on a machine that has it")
+    require_namespaces()
     if odd := [length for length in tokens if length % BLOCK_TOKENS]:
         raise typer.BadParameter(f"{odd}: lengths are multiples of {BLOCK_TOKENS}")
-    rates_gbps = [None if one == UNLIMITED else float(one) for one in rate]
+    rates_gbps = rates_of(rate)
     started, about = time.monotonic(), machine()
     trials, at_once = measure(rates_gbps, sorted(tokens), rounds, chunk_tokens)
     about |= {"seconds": time.monotonic() - started, "load_after": os.getloadavg()[0]}

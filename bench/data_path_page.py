@@ -8,6 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from bench.links import link_name
+from bench.markdown import markdown_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -164,9 +167,9 @@ def page(
         layers=shape.layers,
         heads=shape.kv_heads,
         dim=shape.head_dim,
-        table=_markdown(*_single(trials)),
+        table=_table(*_single(trials)),
         rounds=len(at_once) // len({one.rate_gbps for one in at_once}),
-        together=_markdown(*_several(trials, at_once)),
+        together=_table(*_several(trials, at_once)),
         machine=(
             f"{about['cores']} cores, {about['cpu']}; load average "
             f"{about['load_average_1min']:.1f} before and {about['load_after']:.1f} after; "
@@ -210,7 +213,7 @@ def timeline(trial: Trial, path: Path) -> None:
     megabytes = trial.moved_bytes / 1e6
     panel.set_title(
         f"{trial.tokens:,} tokens ({megabytes:.0f} MB in, {megabytes:.0f} MB out) over "
-        f"{_link(trial.rate_gbps)}: {trial.total_s:.2f} s",
+        f"{link_name(trial.rate_gbps)}: {trial.total_s:.2f} s",
         fontsize=10,
     )
     figure.savefig(path)
@@ -228,7 +231,7 @@ def _single(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
         share = "" if rate is None else f" = {median(one.gbps for one in here) / rate:.2f}"
         rows.append(
             [
-                _link(rate),
+                link_name(rate),
                 f"{tokens:,}",
                 f"{median(one.chunks for one in here):.0f}",
                 f"{median(totals):.0f} ({totals[0]:.0f}-{totals[-1]:.0f})",
@@ -266,7 +269,7 @@ def _several(
         gbps = median(one.gbps for one in here)
         rows.append(
             [
-                _link(rate),
+                link_name(rate),
                 f"{median(max(one.totals_s) for one in here):.2f}",
                 f"{gbps:.2f} Gb/s" + ("" if rate is None else f" = {gbps / rate:.2f}"),
                 f"{median(one.unfairness for one in here):.2f}",
@@ -277,10 +280,5 @@ def _several(
     return heads, rows
 
 
-def _link(rate_gbps: float | None) -> str:
-    return "unlimited" if rate_gbps is None else f"{rate_gbps:g} Gb/s"
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown_table(heads, rows, left=range(len(heads)))

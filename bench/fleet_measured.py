@@ -18,6 +18,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.load_model import KV_BYTES_PER_TOKEN
+from bench.markdown import markdown_table
 from cluster.catalog import architecture
 from cluster.plan_report import Scenario
 from cluster.plan_tables import seconds
@@ -177,14 +178,13 @@ def _takeovers(rows: Sequence[Compared]) -> list[str]:
         else:
             cells.setdefault((one.prompt_tokens, link), {})[one.at or "own"] = both
     places = [place for place in PLACES if any(place in found for found in cells.values())]
-    lines = [
-        f"| tokens | link | {' | '.join(PLACES[place] for place in places)} |",
-        "|---:|---|" + "---|" * len(places),
+    head = ["tokens", "link", *(PLACES[place] for place in places)]
+    table = [
+        [f"{tokens_:,}", link, *(found.get(place, "-") for place in places)]
+        for (tokens_, link), found in cells.items()
     ]
-    for (tokens_, link), found in cells.items():
-        values = " | ".join(found.get(place, "-") for place in places)
-        lines.append(f"| {tokens_:,} | {link} | {values} |")
-    lines += [
+    lines = [
+        markdown_table(head, table, left=range(1, len(head))),
         "",
         "Measured, simulated (error), from the decision to the large model's first token.",
     ]
@@ -195,15 +195,14 @@ def _takeovers(rows: Sequence[Compared]) -> list[str]:
 
 def _loops(rows: Sequence[Compared]) -> list[str]:
     """Throughput under a constant number of handoffs in flight."""
-    lines = [
+    head = ["tokens", "link of a mapper", "mappers", "in flight", "measured", "simulated", "error"]
+    return [
         "Handoffs per second with a constant number in flight (`bench/scaling.py`), of a",
         "pair that is nearly all transport. Only the mappers' links limit the simulation, not the",
         "two cores that did the work:",
         "",
-        "| tokens | link of a mapper | mappers | in flight | measured | simulated | error |",
-        "|---:|---|---:|---:|---:|---:|---:|",
+        markdown_table(head, map(compared_cells, rows), left={1}),
     ]
-    return [*lines, *(f"| {' | '.join(compared_cells(row))} |" for row in rows)]
 
 
 if __name__ == "__main__":

@@ -23,12 +23,11 @@ from bench.handoff_page import about_text, page, rich_table
 from bench.handoff_plan import Planner
 from bench.handoff_plot import plot
 from bench.handoff_runs import PLACES, Matrix, Measured, Run, measure
-from bench.netns_network import missing
+from bench.links import UNLIMITED, Again, rates_of, require_namespaces
 from cluster.demo_findings import machine
 from cluster.fitting import prepare_quickstart
 from cluster.sources import quickstart_mapper_folder
 
-UNLIMITED = "unlimited"
 _BENCH = Path(__file__).resolve().parent
 
 
@@ -47,10 +46,7 @@ def main(
         Path | None, typer.Option("--json", help="Write every run and all rows to this file.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of HANDOFF.md and handoff.png.")] = _BENCH,
-    again: Annotated[
-        Path | None,
-        typer.Option("--from", help="Measure nothing: make page and picture of such a file."),
-    ] = None,
+    again: Again = None,
 ) -> None:
     """Measure handoffs by link rate, length and place of the mapper."""
     console = Console(highlight=False)
@@ -62,9 +58,8 @@ def main(
         found = Measured(runs, content["seconds"], content["load_averages"])
         about = content["machine"]
     else:
-        if reason := missing():
-            raise typer.BadParameter(f"{reason}; run it on a machine that has it")
-        rates_gbps = [None if one == UNLIMITED else float(one) for one in rate]
+        require_namespaces()
+        rates_gbps = rates_of(rate)
         prepare_quickstart(console)
         about = machine()
         found = measure(Matrix(rates_gbps, sorted(tokens), place, rounds), console)

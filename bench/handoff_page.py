@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.handoff_plan import TOLERANCE, Rates, Row, Term
 from bench.handoff_runs import PLACES, Run
+from bench.links import link_name, rate_order
+from bench.markdown import markdown_table
 from cluster.demo_findings import duration
 
 if TYPE_CHECKING:
@@ -18,6 +20,9 @@ PLACE_NAMES = {
     "target": "the target's node",
     "own": "a node of its own",
 }
+_WARM = ["mapper on", "link", "tokens", "measured", "planner", "off", "re-prefill", "faster"]
+_COLD = ["mapper on", "tokens", "first", "warm", "with handshakes"]
+_AGAIN = ["tokens", "measured", "planner", "off"]
 _INTRO = """\
 # Handoffs over links of several rates
 
@@ -119,16 +124,15 @@ def page(
         f"{machine['cpu']}, {machine['cores']} cores, load average {load} while it ran "
         f"(its own work included); {seconds['all'] / 60:.0f} minutes in all."
     )
-    head = ["mapper on", "link", "tokens", "measured", "planner", "off", "re-prefill", "faster"]
     wrong = [run for run in runs if not run.good]
     parts = [
         _INTRO.format(about=about),
         "## Warm\n",
-        _markdown(head, _cells(rows)),
+        markdown_table(_WARM, _cells(rows), left={0}) + "\n",
         "## Cold: the first handoff of a mapper\n",
-        _markdown(["mapper on", "tokens", "first", "warm", "with handshakes"], _cold(rows, runs)),
+        markdown_table(_COLD, _cold(rows, runs), left={0}) + "\n",
         "## Reading again\n",
-        _markdown(["tokens", "measured", "planner", "off"], _again(rows)),
+        markdown_table(_AGAIN, _again(rows), left={0}) + "\n",
         f"## Where the planner is off by more than {TOLERANCE:.0%}\n",
         _off(rows, rates),
     ]
@@ -212,18 +216,3 @@ def _off(rows: Sequence[Row], rates: Rates) -> str:
 
 def _spread(row: Row) -> str:
     return f"{duration(row.measured_ms)} ({duration(row.least_ms)} to {duration(row.most_ms)})"
-
-
-def link_name(rate_gbps: float | None) -> str:
-    """A link as tables call it."""
-    return "unlimited" if rate_gbps is None else f"{rate_gbps:g} Gb/s"
-
-
-def rate_order(rate_gbps: float | None) -> float:
-    """Sorts links by rate."""
-    return float("inf") if rate_gbps is None else rate_gbps
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.handoff_page import PLACE_NAMES, link_name, rate_order
+from bench.handoff_page import PLACE_NAMES
 from bench.handoff_plan import Row
 from bench.handoff_runs import PLACES, Run
+from bench.links import link_name, rate_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,14 +20,13 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.netns_network import missing
+from bench.links import UNLIMITED, rates_of, require_namespaces
 from bench.peer_page import page, rich_table, rows_of
 from bench.peer_runs import MODEL, SYSTEMS, Matrix, Measured, Run, measure
 from cluster.demo_findings import machine
 from cluster.fitting import prepare_quickstart
 from cluster.sources import kv_bytes_per_token
 
-UNLIMITED = "unlimited"
 _BENCH = Path(__file__).resolve().parent
 
 
@@ -72,9 +71,8 @@ def main(
             found.seconds |= content["seconds"]
             found.load_averages |= content["load_averages"]
     else:
-        if reason := missing():
-            raise typer.BadParameter(f"{reason}; run it on a machine that has it")
-        rates_gbps = [None if one == UNLIMITED else float(one) for one in rate]
+        require_namespaces()
+        rates_gbps = rates_of(rate)
         prepare_quickstart(console)
         about = machine()
         chosen = [systems[key] for key in system]

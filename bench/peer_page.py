@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.handoff_page import link_name, rate_order
+from bench.links import link_name, rate_order
+from bench.markdown import markdown_table
 from bench.peer_runs import SYSTEMS, Run
 from cluster.demo_findings import duration
 
@@ -257,11 +258,10 @@ def page(
     )
     verdicts = [text for peer in PEERS if (text := verdict(beside(rows, peer)))]
     head = ["link", "tokens", "system", "MB", "transfer", "Gb/s", "of link", "first token"]
-    lines = ["| " + " | ".join(head) + " |", "|---|---:|---|" + "---:|" * 5]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    table = markdown_table(head, map(_cells, rows), left={0, 2})
     wrong = [run for run in runs if not run.good]
     parts = [_INTRO.format(about=about, kv_bytes=kv_bytes), "\n".join(verdicts), ""]
-    parts += ["## Everything\n", "\n".join(lines), ""]
+    parts += ["## Everything\n", table, ""]
     if spent := _spent(rows):
         parts += ["## Where an identity handoff's time goes\n", spent, _WHY]
     if wrong:

@@ -21,9 +21,9 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.links import Again, require_namespaces
 from bench.load import Outcome
 from bench.load_model import make_tiny_model
-from bench.netns_network import missing
 from bench.scaling_page import page, rich_table
 from bench.scaling_plot import plot
 from bench.scaling_runs import Episode, Matrix, Measured, Window, measure
@@ -51,10 +51,7 @@ def main(
         Path | None, typer.Option("--json", help="Write everything measured to this file.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of SCALING.md and scaling.png.")] = _BENCH,
-    again: Annotated[
-        Path | None,
-        typer.Option("--from", help="Measure nothing: make page and picture of such a file."),
-    ] = None,
+    again: Again = None,
 ) -> None:
     """Measure how handoffs grow with mappers."""
     console = Console(highlight=False)
@@ -63,8 +60,7 @@ def main(
         matrix, found = Matrix(**content["matrix"]), read(content)
         about = content["machine"]
     else:
-        if reason := missing():
-            raise typer.BadParameter(f"{reason}; run it on a machine that has it")
+        require_namespaces()
         matrix = Matrix(sorted(rate), rounds, window_s, tokens, in_flight, quickstart, episodes)
         prepare_quickstart(console)
         about = machine()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.load_model import HEAD_DIM, KV_BYTES_PER_TOKEN, KV_HEADS, LAYERS
+from bench.markdown import markdown_table
 from bench.scaling_runs import RAMP_S, Matrix
 from bench.scaling_table import TARGET, Change, Row
 
@@ -98,14 +99,17 @@ def page(
     parts = [_INTRO.format(command=command, about=about), pair]
     for rate_gbps in sorted({row.rate_gbps for row in rows if row.pair == "tiny"}):
         here = [row for row in rows if (row.pair, row.rate_gbps) == ("tiny", rate_gbps)]
-        parts += [f"## Links of {rate_gbps:g} Gb/s\n", _markdown(_HEAD, map(_cells, here))]
+        parts += [
+            f"## Links of {rate_gbps:g} Gb/s\n",
+            markdown_table(_HEAD, map(_cells, here)) + "\n",
+        ]
         parts.append(verdict(here) + "\n")
     quickstart = [row for row in rows if row.pair == "quickstart"]
     if quickstart:
         parts += [
             "## The quickstart pair\n",
             _QUICKSTART,
-            _markdown(_HEAD, map(_cells, quickstart)),
+            markdown_table(_HEAD, map(_cells, quickstart)) + "\n",
         ]
     if changes:
         parts += ["## One, three, one, under load\n", *map(_told, changes)]
@@ -174,8 +178,3 @@ def _told(change: Change) -> str:
         f"* {change.name}: {arrows} mappers in {change.seconds:.0f} s, {change.requests} requests, "
         f"{change.failed} failed, {change.read_again} read again{reasons}; {engines}.\n"
     )
-
-
-def _markdown(head: Sequence[str], rows: Any) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"

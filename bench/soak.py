@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.netns_network import missing
+from bench.links import Again, require_namespaces
 from bench.soak_memory import growths
 from bench.soak_page import heads, page, plot, problems
 from bench.soak_runs import Soak, content_of, measure, read
@@ -41,10 +41,7 @@ def main(
         Path | None, typer.Option("--json", help="Write everything measured to this file.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of SOAK.md and soak.png.")] = _BENCH,
-    again: Annotated[
-        Path | None,
-        typer.Option("--from", help="Measure nothing: make page and picture of such a file."),
-    ] = None,
+    again: Again = None,
 ) -> None:
     """Hand over until something gives."""
     console = Console(highlight=False)
@@ -52,8 +49,7 @@ def main(
         content = json.loads(again.read_text())
         soak, found, about = Soak(**content["soak"]), read(content), content["machine"]
     else:
-        if reason := missing():
-            raise typer.BadParameter(f"{reason}; run it on a machine that has it")
+        require_namespaces()
         soak = Soak(handoffs, tokens, in_flight=in_flight, rate_gbps=rate_gbps)
         prepare_quickstart(console)
         about = machine()

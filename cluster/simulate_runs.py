@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 
 from cluster import plan
 from cluster.catalog import Architecture
+from cluster.chunking import Cutting, new_costs
 from cluster.errors import ConfigError
 from cluster.simulate import Setup
 from cluster.simulate_cost import EngineCost, Machine
@@ -210,8 +211,6 @@ def _mapped(
 
 def _chosen_chunk_tokens(setup: Setup, covered_tokens: int) -> int | None:
     """The chunks in which a mapper moves a handoff once it knows its own rates."""
-    from cluster.chunking import Cutting, new_costs
-
     rules, cost = setup.rules, setup.handoff
     most = rules.chunk_tokens
     if most is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import AsyncIterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from mappers.geometry import KVGeometry
 from mappers.mapper import IdentityMapper
 from router.ports import HandoffReport
 from tests.deployments.engine_memory import DIM, HEADS, LAYERS, EngineMemory
+
+Stream = AsyncIterator[MapperAddress | HandoffReport]
 
 GEOMETRY = KVGeometry(layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
 
@@ -44,8 +48,8 @@ async def converter(
     )
 
 
-def make(memories: list[EngineMemory], **options: object) -> EngineMemory:
-    memories.append(EngineMemory(**options))  # type: ignore[arg-type]
+def make(memories: list[EngineMemory], **options: Any) -> EngineMemory:
+    memories.append(EngineMemory(**options))
     return memories[-1]
 
 
@@ -60,6 +64,14 @@ def order_for(source: EngineMemory, tokens: int, block_ids: tuple[int, ...]) -> 
     return HandoffOrder(handoff_id=uuid.uuid4().hex, ticket=ticket, covered_tokens=tokens)
 
 
+async def begin(made: Converter, order: HandoffOrder) -> tuple[Stream, MapperAddress]:
+    """Have an order accepted; the rest of its stream, and where the target has to speak."""
+    stream = made.convert(order)
+    address = await anext(stream)
+    assert isinstance(address, MapperAddress)
+    return stream, address
+
+
 async def run(
     made: Converter,
     order: HandoffOrder,
@@ -69,9 +81,7 @@ async def run(
     tokens: int,
     block_ids: tuple[int, ...],
 ) -> HandoffReport:
-    stream = made.convert(order)
-    address = await anext(stream)
-    assert isinstance(address, MapperAddress)
+    stream, address = await begin(made, order)
     target.announce(order.handoff_id, address, start=start, tokens=tokens, block_ids=block_ids)
     async with asyncio.timeout(10):
         report = await anext(stream)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from deployments.conversion import Converter
-from deployments.messages import MapperAddress
 from mappers.mapper import IdentityMapper
 from router.ports import HandoffReport
 from tests.deployments.conversion.converters import (
     GEOMETRY,
+    begin,
     converter,
     kv,
     make,
@@ -75,9 +75,7 @@ async def test_what_the_target_has_already_is_skipped_and_positions_stay_absolut
     k_LTHD, v_LTHD = kv(192, torch.float32)
     source.fill(k_LTHD, v_LTHD, tuple(range(6)))
     order = order_for(source, 190, tuple(range(6)))
-    stream = made.convert(order)
-    address = await anext(stream)
-    assert isinstance(address, MapperAddress)
+    stream, address = await begin(made, order)
     target.announce(order.handoff_id, address, start=96, tokens=64, block_ids=(1, 0))
     report = await anext(stream)
     _, got_v = target.content((1, 0))
@@ -109,9 +107,7 @@ async def test_a_target_that_lost_what_it_was_believed_to_have_gets_it(
     k_LTHD, v_LTHD = kv(192)
     source.fill(k_LTHD, v_LTHD, tuple(range(6)))
     order = replace(order_for(source, 192, tuple(range(6))), first_token=128)
-    stream = identity.convert(order)
-    address = await anext(stream)
-    assert isinstance(address, MapperAddress)
+    stream, address = await begin(identity, order)
     if late:
         await asyncio.sleep(0.2)  # the reader has read the end and waits
     blocks = (9, 3, 1, 2, 4)

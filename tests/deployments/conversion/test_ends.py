@@ -13,6 +13,7 @@ from deployments.messages import Claim, MapperAddress, Release
 from mappers.mapper import IdentityMapper
 from tests.deployments.conversion.converters import (
     GEOMETRY,
+    begin,
     converter,
     kv,
     make,
@@ -68,9 +69,7 @@ async def test_a_target_that_withdraws_gets_its_settlement_and_the_source_is_fre
     source, target = make(memories), make(memories)
     source.fill(*kv(64), (0, 1))
     order = order_for(source, 64, (0, 1))
-    stream = identity.convert(order)
-    address = await anext(stream)
-    assert isinstance(address, MapperAddress)
+    stream, address = await begin(identity, order)
     target.abandon(order.handoff_id, address)
     with pytest.raises(HandoffError) as caught:
         await anext(stream)
@@ -88,9 +87,7 @@ async def test_an_announcement_after_the_end_is_settled_at_once(
     source, target = make(memories), make(memories)
     source.fill(*kv(64), (0, 1))
     order = order_for(source, 64, (0, 1))
-    stream = made.convert(order)
-    address = await anext(stream)
-    assert isinstance(address, MapperAddress)
+    stream, address = await begin(made, order)
     with pytest.raises(HandoffError) as caught:
         await anext(stream)
     assert caught.value.reason == "deadline"
