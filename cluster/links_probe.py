@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,14 +157,10 @@ def _start(placement: PlacementConfig, cascade: CascadeConfig) -> Any:
         options["resources"] = dict.fromkeys(placement.resources, _SHARE)
     if placement.label_selector:
         options["label_selector"] = dict(placement.label_selector)
-    if env := _environment(cascade):
-        options["runtime_env"] = {"env_vars": env}
+    if cascade.transport.ucx_env:
+        options["runtime_env"] = {"env_vars": dict(cascade.transport.ucx_env)}
     actor: Any = ray.remote(Probe)
     return actor.options(**options).remote(cascade.transport.progress_delay_us)
-
-
-def _environment(cascade: CascadeConfig) -> Mapping[str, str]:
-    return dict(cascade.transport.ucx_env)
 
 
 def _described(at: At, placement: PlacementConfig, probe: Any) -> tuple[str, Buffer]:
