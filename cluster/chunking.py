@@ -1,13 +1,15 @@
 """Into which chunks a handoff is cut, from what the stages were measured to take.
 
 Large chunks cost little in between, small ones let the next stage begin and the last one end
-early. So a few sizes are compared and the quickest is taken. Pure arithmetic.
+early. So a few ways of cutting are compared and the quickest is taken. Pure arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 Paced = Literal["read", "map", "write"]
@@ -72,39 +74,74 @@ def new_costs() -> dict[Paced, Cost]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cutting:
-    """Chunks are multiples of `grid_tokens` and at most `most_tokens`, two of which fit into each
-    of a handoff's buffers."""
+    """Chunks begin on multiples of `grid_tokens` and have at most `most_tokens`, two of which fit
+    into each of a handoff's buffers."""
 
     grid_tokens: int
     most_tokens: int
 
-    def chunk_tokens(self, tokens: int, costs: Costs) -> int:
-        """The size with which `tokens` are through soonest; the largest while costs are unknown."""
+    def cut(self, tokens: int, costs: Costs) -> list[int]:
+        """Chunks of in all `tokens`, in order, so that they are through soonest.
+
+        While costs are unknown they are the largest. Else they may grow at the beginning, so that
+        the later stages begin early, and shrink towards the end, so that little is left to do when
+        the earlier ones are through.
+        """
         if any(costs[stage].terms is None for stage in PACED):
-            return self.most_tokens
-        sizes = [self.most_tokens]
-        while sizes[-1] > self.grid_tokens:
-            half = sizes[-1] // 2 // self.grid_tokens * self.grid_tokens
-            sizes.append(max(half, self.grid_tokens))
-        # Of equals the larger: fewer messages for everybody.
-        return min(sizes, key=lambda size: (makespan_s(tokens, size, costs), -size))
+            return self._chunks(tokens, self.most_tokens, (), ())
+        sizes = [self.grid_tokens]
+        while sizes[-1] < self.most_tokens:
+            sizes.append(min(2 * sizes[-1], self.most_tokens))
+        best: list[int] = []
+        best_s = math.inf
+        for at in reversed(range(len(sizes))):
+            small = sizes[:at]
+            for head, tail in product({(), tuple(small)}, {(), tuple(reversed(small))}):
+                if sum(head) + sum(tail) > tokens or least_s(tokens, sizes[at], costs) >= best_s:
+                    continue
+                chunks = self._chunks(tokens, sizes[at], head, tail)
+                needed_s = makespan_s(chunks, costs)
+                if needed_s < best_s:
+                    best, best_s = chunks, needed_s
+        return best
 
-    def buffers(self, size_tokens: int) -> int:
-        """Chunks of a size that one stage can hold."""
-        return 2 * self.most_tokens // size_tokens
+    def _chunks(
+        self, tokens: int, size: int, head: Sequence[int], tail: Sequence[int]
+    ) -> list[int]:
+        """`head`, chunks of `size` and what is left of them, `tail`; only the last of all may end
+        beside the grid."""
+        whole = -(-tokens // self.grid_tokens) * self.grid_tokens
+        full, rest = divmod(whole - sum(head) - sum(tail), size)
+        chunks = [*head, *[size] * full, *[rest] * bool(rest), *tail]
+        chunks[-1] -= whole - tokens
+        return chunks
+
+    def largest(self, chunks: Sequence[int]) -> int:
+        """Tokens for which the largest of these chunks needs blocks."""
+        return -(-max(chunks) // self.grid_tokens) * self.grid_tokens
+
+    def buffers(self, chunks: Sequence[int]) -> int:
+        """How many of these chunks one stage can hold, whichever."""
+        return 2 * self.most_tokens // self.largest(chunks)
 
 
-def makespan_s(tokens: int, size_tokens: int, costs: Costs) -> float:
-    """From the first READ to the end of the last WRITE, each stage with one chunk at a time.
+def makespan_s(chunks: Sequence[int], costs: Costs) -> float:
+    """From the first READ to the end of the last WRITE: each stage has one chunk at a time.
 
-    The first chunk passes all stages, then the slowest one has the rest before it. With two
-    buffers between stages that is exact for whole chunks.
+    Buffers between stages are taken to suffice, as two do for chunks of one size.
     """
-    first = min(size_tokens, tokens)
-    more = -(-tokens // size_tokens) - 1
-    terms = [cost.terms for cost in costs.values()]
-    through_s = sum(chunk_s + token_s * first for chunk_s, token_s in filter(None, terms))
-    rest_s = max(
-        more * chunk_s + token_s * (tokens - first) for chunk_s, token_s in filter(None, terms)
-    )
-    return through_s + rest_s
+    terms = [cost.terms or (0.0, 0.0) for cost in costs.values()]
+    ends_s = [0.0] * len(terms)
+    for tokens in chunks:
+        end_s = 0.0
+        for at, (chunk_s, token_s) in enumerate(terms):
+            end_s = max(end_s, ends_s[at]) + chunk_s + token_s * tokens
+            ends_s[at] = end_s
+    return ends_s[-1]
+
+
+def least_s(tokens: int, size_tokens: int, costs: Costs) -> float:
+    """What the slowest stage alone takes at least for chunks of at most a size."""
+    chunks = -(-tokens // size_tokens)
+    terms = [cost.terms or (0.0, 0.0) for cost in costs.values()]
+    return max(chunks * chunk_s + token_s * tokens for chunk_s, token_s in terms)

@@ -222,7 +222,8 @@ def _chosen_chunk_tokens(setup: Setup, covered_tokens: int) -> int | None:
     seen["read"].saw(1, most, plan.transfer_s(most * cost.read_bytes_per_token, read_gbps))
     seen["map"].saw(1, most, cost.map_s(most))
     seen["write"].saw(1, most, plan.transfer_s(most * cost.write_bytes_per_token, write_gbps))
-    return Cutting(grid_tokens=_BLOCK_TOKENS, most_tokens=most).chunk_tokens(covered_tokens, seen)
+    cutting = Cutting(grid_tokens=_BLOCK_TOKENS, most_tokens=most)
+    return max(cutting.cut(covered_tokens, seen))
 
 
 def _check_pair(path: Path, setup: Setup, cells: Iterable[Sequence[_Run]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -80,18 +81,29 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A finished READ or WRITE: its bytes and its time on the initiator's clock."""
+    """A finished READ or WRITE: its bytes, and when it moved by `time.perf_counter`."""
 
     bytes: int
-    seconds: float
+    started: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it moved."""
+        return self.ended - self.started
 
 
-class _Active:
-    def __init__(self, handle: Any, future: Future[Transfer], num_bytes: int) -> None:
-        self.handle = handle
-        self.future = future
-        self.num_bytes = num_bytes
-        self.started = time.perf_counter()
+_Way = tuple[str, Literal["READ", "WRITE"]]
+"""A peer's name and the direction."""
+
+
+@dataclass(kw_only=True)
+class _Prepared:
+    handle: Any
+    way: _Way
+    future: Future[Transfer]
+    num_bytes: int
+    started: float = 0.0
 
 
 class Initiator:
@@ -100,13 +112,18 @@ class Initiator:
     All methods may be called from any thread; futures complete on the transport thread. A transfer
     that was posted is waited for until NIXL reports its end: it is never forgotten, because a
     WRITE cannot be revoked.
+
+    Of the transfers to one peer in one direction one moves at a time, in the order of posting, and
+    the next one starts as soon as it has landed. Together they would be served in turns (UCX) and
+    land together, so that whoever waits for the first would wait for both.
     """
 
     def __init__(self, name: str, *, pool_address: int, pool_bytes: int, memory: Memory) -> None:
         self._name = name
         self._pool = (pool_address, pool_bytes, memory)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._active: list[_Active] = []
+        self._moving: dict[_Way, _Prepared] = {}
+        self._next: dict[_Way, deque[_Prepared]] = defaultdict(deque)
         self._peers: set[str] = set()
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="nixl-transport", daemon=True)
@@ -155,7 +172,7 @@ class Initiator:
         peer: Peer,
         notification: bytes = b"",
     ) -> Future[Transfer]:
-        """Start a transfer between descriptor lists (uint64 [n, 3]: address, bytes, device).
+        """Line a transfer up between descriptor lists (uint64 [n, 3]: address, bytes, device).
 
         The notification reaches the peer after the data. The future raises TransportError when
         NIXL reports a failure; then nothing of it is in flight any more.
@@ -165,20 +182,21 @@ class Initiator:
         future.set_running_or_notify_cancel()
 
         def job() -> None:
-            handle = None
             try:
                 local = self._agent.get_xfer_descs(local_n3, self._pool[2])
                 remote = self._agent.get_xfer_descs(remote_n3, peer.memory)
                 handle = self._agent.initialize_xfer(
                     operation, local, remote, peer.name, notification
                 )
-                active = _Active(handle, future, int(local_n3[:, 1].sum()))
-                self._agent.transfer(handle)
-                self._active.append(active)
             except Exception as error:
-                if handle is not None:
-                    self._release(handle)
                 future.set_exception(TransportError(operation.lower(), str(error)))
+                return
+            way, num_bytes = (peer.name, operation), int(local_n3[:, 1].sum())
+            self._next[way].append(
+                _Prepared(handle=handle, way=way, future=future, num_bytes=num_bytes)
+            )
+            if way not in self._moving:
+                self._start_next(way)
 
         self._jobs.put(job)
         return future
@@ -198,12 +216,12 @@ class Initiator:
             return
         self._ready.set_result(None)
         open_ = True
-        while open_ or self._active:
+        while open_ or self._moving:
             try:
-                job = self._jobs.get_nowait() if self._active else self._jobs.get()
+                job = self._jobs.get_nowait() if self._moving else self._jobs.get()
             except Empty:
                 self._poll()
-                if self._active:
+                if self._moving:
                     time.sleep(_POLL_S)
                 continue
             if job is None:
@@ -212,25 +230,44 @@ class Initiator:
                 job()
         self._agent.deregister_memory(registration)
 
-    def _poll(self) -> None:
-        still: list[_Active] = []
-        for active in self._active:
+    def _start_next(self, way: _Way) -> None:
+        waiting = self._next[way]
+        while waiting:
+            one = waiting.popleft()
+            one.started = time.perf_counter()
             try:
-                state = self._agent.check_xfer_state(active.handle)
+                self._agent.transfer(one.handle)
             except Exception as error:
-                self._release(active.handle)
-                active.future.set_exception(TransportError("transfer", str(error)))
+                self._release(one.handle)
+                one.future.set_exception(TransportError(way[1].lower(), str(error)))
                 continue
-            if state == "PROC":
-                still.append(active)
-            elif state == "DONE":
-                self._release(active.handle)
-                seconds = time.perf_counter() - active.started
-                active.future.set_result(Transfer(bytes=active.num_bytes, seconds=seconds))
+            self._moving[way] = one
+            return
+        del self._next[way]
+
+    def _poll(self) -> None:
+        for way, one in list(self._moving.items()):
+            failure = None
+            try:
+                state = self._agent.check_xfer_state(one.handle)
+            except Exception as error:
+                failure = TransportError("transfer", str(error))
             else:
-                self._release(active.handle)
-                active.future.set_exception(TransportError("transfer", f"NIXL says {state}"))
-        self._active = still
+                if state == "PROC":
+                    continue
+                if state != "DONE":
+                    failure = TransportError("transfer", f"NIXL says {state}")
+            ended = time.perf_counter()
+            # A link must not fall idle meanwhile.
+            del self._moving[way]
+            self._start_next(way)
+            self._release(one.handle)
+            if failure is not None:
+                one.future.set_exception(failure)
+            else:
+                one.future.set_result(
+                    Transfer(bytes=one.num_bytes, started=one.started, ended=ended)
+                )
 
     def _release(self, handle: Any) -> None:
         try:

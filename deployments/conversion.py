@@ -35,7 +35,7 @@ from deployments.messages import (
 )
 from deployments.pipeline import Pipeline
 from deployments.tally import Tally
-from deployments.workshop import TRANSFERS_UNDER_WAY, Slot, Workshop, slot_bytes
+from deployments.workshop import Slot, Workshop, slot_bytes
 from mappers.geometry import KVGeometry
 from mappers.mapper import Mapper
 from router.ports import HandoffReport
@@ -221,21 +221,19 @@ class Converter:
             await pipeline.claim()
         slot = await self._free_slots.get()
         queue_s = time.perf_counter() - queued
-        sharing = self._at_work
         try:
             await pipeline.run(slot)
-            self._learn(pipeline.tally, max(sharing, self._at_work))
+            self._learn(pipeline.tally)
         finally:
             # NIXL may still write into these buffers, or read from them.
             await pipeline.settle()
             self._free_slots.put_nowait(slot)
         return queue_s
 
-    def _learn(self, tally: Tally, sharing: int) -> None:
-        """Remember what each stage took; so many handoffs had the links between them."""
+    def _learn(self, tally: Tally) -> None:
+        """Remember what each stage took."""
         for stage in PACED:
-            together = 1 if stage == "map" else min(sharing, TRANSFERS_UNDER_WAY)
-            spent_s = tally.spent_s(stage) / together
+            spent_s = tally.spent_s(stage)
             self._shop.costs[stage].saw(tally.chunks, tally.mapped_tokens, spent_s)
 
     def _remember(self, handoff_id: str) -> None:

@@ -4,9 +4,9 @@
       READ(i+1)             map(i)                   WRITE(i−1)
 
 The three stages are coroutines joined by queues; a handoff owns a raw and a mapped part of the
-replica's registered pool, of two or more chunks each. Two transfers each way are under way at a
-time, so that a link does not fall idle while the next chunk is asked for; whose they are, and who
-maps next, is decided by what each handoff had so far (`lane.py`). The reader starts before the
+replica's registered pool, of two or more chunks each. One transfer each way moves and the next one
+is prepared, so that a link does not fall idle; whose they are, and who maps next, is decided by
+what each handoff had so far (`lane.py`). The reader starts before the
 target has announced its blocks. The last WRITE carries the done notification; it leaves alone,
 after all others have landed and the source has confirmed that the blocks were still held when the
 last READ did. When it has to stop, and who is told so, is `conversion.py`'s business.
@@ -15,10 +15,12 @@ last READ did. When it has to stop, and who is told so, is `conversion.py`'s bus
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import torch
@@ -102,13 +104,13 @@ class Pipeline:
         self.tally.cold = await self.shop.connect(self.order.ticket.layout)
         raw: asyncio.Queue[_RawChunk | None] = asyncio.Queue()
         mapped: asyncio.Queue[_MappedChunk | None] = asyncio.Queue()
-        tokens = self.order.covered_tokens - self.order.first_token
-        chunk_tokens = self.shop.cutting.chunk_tokens(tokens, self.shop.costs)
-        buffers = self.shop.cutting.buffers(chunk_tokens)
+        begin = self._begin
+        chunks = self.shop.cutting.cut(self.order.covered_tokens - begin, self.shop.costs)
+        buffers = self.shop.cutting.buffers(chunks)
         free_raw, free_mapped = _pieces(slot.raw, buffers), _pieces(slot.mapped, buffers)
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._read(group, chunk_tokens, free_raw, raw, held))
+            group.create_task(self._read(group, chunks, free_raw, raw, held))
             group.create_task(self._map(raw, free_raw, free_mapped, mapped))
             group.create_task(self._write(group, mapped, free_mapped, held))
 
@@ -120,16 +122,17 @@ class Pipeline:
     async def _read(
         self,
         group: asyncio.TaskGroup,
-        chunk_tokens: int,
+        chunks: list[int],
         free: asyncio.Queue[Tensor],
         out: asyncio.Queue[_RawChunk | None],
         held: asyncio.Future[None],
     ) -> None:
         ticket, layout = self.order.ticket, self.order.ticket.layout
         size = layout.block_size_tokens
-        await self.claim()
+        # What was read of blocks that are not held is of no use, and of no harm.
+        claimed = group.create_task(self.claim())
         landed: list[asyncio.Task[None]] = []
-        async for first, last in self._spans(chunk_tokens):
+        async for first, last in self._spans(chunks):
             if len(landed) >= TRANSFERS_UNDER_WAY:
                 await landed[-TRANSFERS_UNDER_WAY]
             pool = await free.get()
@@ -147,6 +150,7 @@ class Pipeline:
             )
         await asyncio.gather(*landed)
         out.put_nowait(None)
+        await claimed
         await self._require_held(Release(ticket_id=ticket.ticket_id))
         held.set_result(None)
 
@@ -156,38 +160,47 @@ class Pipeline:
         layout = self.order.ticket.layout
         lane = self.shop.transfer_lane("READ", layout)
         async with lane.turn(self.tally.bytes_read):
-            with self.tally.step("read", first, last):
-                moved_bytes = await self._transfer("READ", layout, block_ids, buffers)
-        self.tally.bytes_read += moved_bytes
+            moved = await self._transfer("READ", layout, block_ids, buffers)
+        self.tally.note("read", first, last, moved.started, moved.ended)
+        self.tally.bytes_read += moved.bytes
 
-    async def _spans(self, step: int) -> AsyncIterator[tuple[int, int]]:
+    async def _spans(self, chunks: list[int]) -> AsyncIterator[tuple[int, int]]:
         """Token ranges to read, in order; all begin on a block of both engines.
 
         They begin where the router believes that the target's own KV ends. A target that has lost
         some of it announces more: then they begin anew, further in front.
         """
-        order, grid = self.order, self.shop.cutting.grid_tokens
-        begin = first = order.first_token // grid * grid
-        # UCX serves READs that are under way together in turns. Were they equal, they would end
-        # together: the map would begin late, and the link fall idle.
-        next_tokens = max(step // 2 // grid * grid, grid)
+        order = self.order
+        begin = first = self._begin
+        ends = [*accumulate(chunks, initial=begin)]
         while True:
             end = order.covered_tokens
             if self.target.done():
                 target = self.target.result()
-                wanted = target.start_token // grid * grid
+                wanted = self._on_grid(target.start_token)
                 if wanted < begin:
                     begin = first = wanted
+                    ends = [*range(first, end, self.shop.cutting.largest(chunks)), end]
                 first, end = max(first, wanted), target.start_token + target.num_tokens
             if first < end:
-                last = min(first + next_tokens, order.covered_tokens)
+                last = ends[bisect_right(ends, first)]
                 yield first, last
-                first, next_tokens = last, step
+                first = last
             elif begin == 0 or self.target.done():
                 return
             else:
                 # Before it has spoken, the source's promise has to stand.
                 await asyncio.shield(self.target)
+
+    @property
+    def _begin(self) -> int:
+        """Where to read from before the target has spoken; there is always something to read."""
+        order = self.order
+        return self._on_grid(min(order.first_token, order.covered_tokens - 1))
+
+    def _on_grid(self, token: int) -> int:
+        grid = self.shop.cutting.grid_tokens
+        return token // grid * grid
 
     async def _require_held(self, message: Claim | Release) -> None:
         address = self.order.ticket.layout.control_address
@@ -288,11 +301,9 @@ class Pipeline:
         note = done_notification(self.order.handoff_id) if chunk.last else b""
         lane = self.shop.transfer_lane("WRITE", layout)
         async with lane.turn(self.tally.bytes_written):
-            with self.tally.step("write", chunk.first_token, chunk.last_token):
-                moved_bytes = await self._transfer(
-                    "WRITE", layout, chunk.block_ids, chunk.buffers, note
-                )
-        self.tally.bytes_written += moved_bytes
+            moved = await self._transfer("WRITE", layout, chunk.block_ids, chunk.buffers, note)
+        self.tally.note("write", chunk.first_token, chunk.last_token, moved.started, moved.ended)
+        self.tally.bytes_written += moved.bytes
         self.notified |= chunk.last
         free.put_nowait(chunk.pool)
 
@@ -303,8 +314,8 @@ class Pipeline:
         block_ids: tuple[int, ...],
         buffers: list[Tensor],
         note: bytes = b"",
-    ) -> int:
-        """One chunk to or from every worker of an engine; the bytes that moved."""
+    ) -> Transfer:
+        """One chunk to or from every worker of an engine."""
         if self.stop.done():
             raise self.stop.result()
         futures = []
@@ -326,7 +337,12 @@ class Pipeline:
                 # Its connection may be broken: the next handoff shakes hands again.
                 self.shop.initiator.forget(worker.agent_name)
                 raise result
-        return sum(result.bytes for result in results if isinstance(result, Transfer))
+        moved = [result for result in results if isinstance(result, Transfer)]
+        return Transfer(
+            bytes=sum(one.bytes for one in moved),
+            started=min(one.started for one in moved),
+            ended=max(one.ended for one in moved),
+        )
 
 
 def _pieces(pool: Tensor, count: int) -> asyncio.Queue[Tensor]:

@@ -25,27 +25,29 @@ class Tally:
 
     @contextmanager
     def step(self, stage: Stage, first_token: int, last_token: int) -> Iterator[None]:
-        """Note how long the block takes; nothing of a block that raises.
+        """Note how long the block takes; nothing of a block that raises."""
+        began = time.perf_counter()
+        yield
+        self.note(stage, first_token, last_token, began, time.perf_counter())
+
+    def note(
+        self, stage: Stage, first_token: int, last_token: int, began: float, ended: float
+    ) -> None:
+        """A step that ran between two times of `time.perf_counter`.
 
         It begins where the stage's last step ended if that was later: what is under way together
         is counted once.
         """
-        begin_s = self._now_s()
-        yield
-        end_s = self._now_s()
         step = HandoffStep(
             stage=stage,
             first_token=first_token,
             last_token=last_token,
-            begin_s=max(begin_s, self._ended_s.get(stage, 0.0)),
-            end_s=end_s,
+            begin_s=max(began - self._started, self._ended_s.get(stage, 0.0)),
+            end_s=ended - self._started,
         )
-        self._ended_s[stage] = end_s
+        self._ended_s[stage] = step.end_s
         self.steps.append(step)
 
     def spent_s(self, stage: Stage) -> float:
         """Seconds in one stage, over all chunks."""
         return sum(step.seconds for step in self.steps if step.stage == stage)
-
-    def _now_s(self) -> float:
-        return time.perf_counter() - self._started

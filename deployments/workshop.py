@@ -24,8 +24,7 @@ from mappers.mapper import Mapper
 _KEPT_CODECS = 16
 
 TRANSFERS_UNDER_WAY = 2
-"""To or from one engine at a time: a link must not fall idle while the next chunk is asked for, and
-what was posted cannot be overtaken."""
+"""To or from one engine: one moves, the next is prepared. What was posted cannot be overtaken."""
 
 
 class Workshop:

@@ -86,45 +86,72 @@ def test_terms_stay_within_what_is_possible() -> None:
     assert steep.terms is not None and steep.terms[0] == 0.002
 
 
+MOVING = {"read": (0.003, 48e-5), "map": (0.003, 6e-5), "write": (0.003, 48e-5)}
+MAPPING = {"read": (0.003, 2e-5), "map": (0.01, 2e-4), "write": (0.003, 3e-5)}
+READING = {"read": (0.002, 20e-5), "map": (0.002, 4e-5), "write": (0.002, 2e-5)}
+
+
 @pytest.mark.parametrize("size", [32, 64, 128, 256, 512])
-@pytest.mark.parametrize(
-    "terms",
-    [
-        {"read": (0.003, 48e-5), "map": (0.003, 6e-5), "write": (0.003, 48e-5)},
-        {"read": (0.003, 2e-5), "map": (0.01, 2e-4), "write": (0.003, 3e-5)},
-    ],
-)
-def test_the_makespan_is_that_of_the_pipeline_played_through(
+@pytest.mark.parametrize("terms", [MOVING, MAPPING, READING])
+def test_the_makespan_of_equal_chunks_is_that_of_the_pipeline_with_its_buffers(
     terms: dict[str, tuple[float, float]], size: int
 ) -> None:
     costs = known(**terms)
-    assert makespan_s(2_048, size, costs) == pytest.approx(played_s(2_048, size, costs))
+    assert makespan_s([size] * (2_048 // size), costs) == pytest.approx(
+        played_s(2_048, size, costs)
+    )
+
+
+def test_the_makespan_of_chunks_of_several_sizes() -> None:
+    costs = known(read=(0.0, 1.0), map=(0.0, 2.0), write=(0.0, 1.0))
+    for cost in costs.values():
+        assert cost.terms is not None and cost.terms[0] == pytest.approx(0.002)
+    # Read until 1, 3, 4; mapped until 3, 7, 9; written until 4, 9, 10.
+    assert makespan_s([1, 2, 1], costs) == pytest.approx(10, abs=0.02)
 
 
 def test_short_handoffs_get_small_chunks_where_moving_takes_longest() -> None:
-    costs = known(read=(0.003, 48e-5), map=(0.003, 6e-5), write=(0.003, 48e-5))
-    sizes = [CUTTING.chunk_tokens(tokens, costs) for tokens in (560, 2_048, 6_080, 32_768)]
+    costs = known(**MOVING)
+    sizes = [max(CUTTING.cut(tokens, costs)) for tokens in (560, 2_048, 6_080, 32_768)]
     assert sizes == [64, 128, 256, 512]
-    assert makespan_s(560, 64, costs) < 0.65 * makespan_s(560, 512, costs)
+    assert makespan_s(CUTTING.cut(560, costs), costs) < 0.65 * played_s(560, 512, costs)
 
 
 def test_a_stage_with_much_to_do_per_chunk_gets_large_ones() -> None:
     costs = known(read=(0.003, 2e-5), map=(0.05, 2e-4), write=(0.003, 3e-5))
-    assert CUTTING.chunk_tokens(2_048, costs) == 512
+    assert CUTTING.cut(2_048, costs) == [512] * 4
+
+
+def test_chunks_shrink_towards_the_end_where_reading_takes_longest() -> None:
+    costs = known(**READING)
+    chunks = CUTTING.cut(6_080, costs)
+    assert chunks[-3:] == [128, 64, 32] and chunks[0] == max(chunks) >= 256
+    tail_s = makespan_s(chunks, costs) - 6_080 * 20e-5 - len(chunks) * 0.002
+    assert tail_s < 0.2 * (makespan_s([512] * 11 + [448], costs) - 6_080 * 20e-5 - 12 * 0.002)
+
+
+def test_chunks_grow_at_the_beginning_where_the_map_takes_longest() -> None:
+    costs = known(read=(0.002, 15e-5), map=(0.002, 20e-5), write=(0.002, 2e-5))
+    chunks = CUTTING.cut(6_080, costs)
+    assert chunks[:2] == [32, 64] and max(chunks) >= 128
 
 
 def test_the_largest_size_is_taken_until_all_stages_are_known() -> None:
     costs = known(read=(0.002, 2e-3), map=(0.002, 2e-3), write=(0.002, 2e-3))
-    assert CUTTING.chunk_tokens(560, costs) == 32
+    assert max(CUTTING.cut(560, costs)) == 32
     costs["write"] = Cost(rate_only=False)
-    assert CUTTING.chunk_tokens(560, costs) == 512
+    assert CUTTING.cut(560, costs) == [512, 48]
 
 
 @pytest.mark.parametrize("most", [32, 96, 480, 512])
-def test_sizes_are_multiples_of_both_engines_blocks(most: int) -> None:
-    cutting = Cutting(grid_tokens=32, most_tokens=most)
-    costs = known(read=(0.002, 3e-4), map=(0.0, 1e-5), write=(0.0, 3e-4))
-    for tokens in (33, 500, 9_999):
-        size = cutting.chunk_tokens(tokens, costs)
-        assert size % 32 == 0 and 32 <= size <= most
-        assert cutting.buffers(size) * size <= 2 * most
+@pytest.mark.parametrize("terms", [MOVING, MAPPING, READING])
+def test_chunks_begin_on_both_engines_blocks_and_fit_the_buffers(
+    terms: dict[str, tuple[float, float]], most: int
+) -> None:
+    cutting, costs = Cutting(grid_tokens=32, most_tokens=most), known(**terms)
+    for tokens in (1, 33, 500, 9_999):
+        chunks = cutting.cut(tokens, costs)
+        assert sum(chunks) == tokens and 0 < min(chunks) <= max(chunks) <= most
+        assert all(size % 32 == 0 for size in chunks[:-1])
+        size = -(-max(chunks) // 32) * 32
+        assert 2 <= cutting.buffers(chunks) <= 2 * most // size

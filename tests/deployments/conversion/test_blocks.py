@@ -44,8 +44,7 @@ async def test_blocks_arrive_whole_over_any_number_of_workers(
     got_k, got_v = target.content((5, 4, 12, 13))
     assert torch.equal(got_k, k_LTHD[:, :128]) and torch.equal(got_v, v_LTHD[:, :128])
     assert await target.wait_done(order.handoff_id) == [order.handoff_id]
-    # Chunks of 64 tokens, half of one at first.
-    assert report.covered_tokens == 128 and report.chunks == 3 and report.cold
+    assert report.covered_tokens == 128 and report.chunks == 2 and report.cold
     token_bytes = LAYERS * HEADS * 2 * DIM * 2
     assert report.bytes_written == 128 * token_bytes
     # The source covers 150 tokens: the reader may have begun the last 22 before it knew better.
