@@ -73,7 +73,9 @@ class Converter:
         self._free_slots: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
         for piece in self._pool.chunk(slots):
             raw, mapped = piece.split((raw_bytes, mapped_bytes))
-            self._free_slots.put_nowait(Slot(raw=raw, mapped=mapped))
+            # Fresh memory costs more than what is then copied to it.
+            plain = torch.zeros(raw_bytes // 2, dtype=torch.uint8, device=device)
+            self._free_slots.put_nowait(Slot(raw=raw, plain=plain, mapped=mapped))
         generation = uuid.uuid4().hex
         self._initiator = Initiator(
             f"mapper-{generation}",

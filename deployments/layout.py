@@ -141,26 +141,23 @@ class BlockCodec:
             )
             yield x, packed
 
-    def decode(self, chunk_LBHS: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as `[L, T, H, D]`, T = B·N, in the worker's dtype; always copies, for the chunk's
-        memory is filled again before they are used up."""
+    def decode(self, chunk_LBHS: Tensor, k_LTHD: Tensor, v_LTHD: Tensor) -> None:
+        """Fill K and V, T = B·N and both of the worker's dtype, from a chunk."""
         w = self.worker
-        layers, blocks, heads, _ = chunk_LBHS.shape
-        tokens = blocks * w.block_size_tokens
         if self._runs:
-            k_LTHD, v_LTHD = chunk_LBHS.new_empty(2, layers, tokens, heads, w.head_dim)
             for x, packed in self._halves(k_LTHD, v_LTHD, chunk_LBHS):
                 x.copy_(packed)
-            return k_LTHD, v_LTHD
+            return
+        layers, blocks, heads, _ = chunk_LBHS.shape
         plain_LBHS = chunk_LBHS
         if self._to_plain_S is not None:
             plain_LBHS = chunk_LBHS.index_select(-1, self._to_plain_S)
         kv_LBHNC = plain_LBHS.view(layers, blocks, heads, w.block_size_tokens, 2 * w.head_dim)
-        kv_LBNHC = torch.empty_like(
-            kv_LBHNC.transpose(2, 3), memory_format=torch.contiguous_format
-        ).copy_(kv_LBHNC.transpose(2, 3))
-        kv_LTHC = kv_LBNHC.view(layers, tokens, heads, 2 * w.head_dim)
-        return kv_LTHC[..., : w.head_dim], kv_LTHC[..., w.head_dim :]
+        for x_LTHD, part_LBHND in zip(
+            (k_LTHD, v_LTHD), kv_LBHNC.split(w.head_dim, dim=-1), strict=True
+        ):
+            x_LBNHD = x_LTHD.unflatten(1, (blocks, w.block_size_tokens))
+            x_LBNHD.copy_(part_LBHND.transpose(2, 3))
 
     def encode(self, k_LTHD: Tensor, v_LTHD: Tensor, out_LBHS: Tensor) -> None:
         """Write K and V, T a multiple of N, into the chunk buffer `out_LBHS`."""
@@ -189,12 +186,22 @@ class EngineCodec:
         self.dtype = DTYPES[layout.workers[0].dtype]
         self.codecs = [BlockCodec(worker, device) for worker in layout.workers]
 
-    def decode(self, chunks: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """One `[L, B, H/ranks, S]` buffer per rank in; K and V `[L, T, H, D]` out."""
-        parts = [codec.decode(chunk) for codec, chunk in zip(self.codecs, chunks, strict=True)]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
+    def decode(self, chunks: list[Tensor], out: Tensor) -> tuple[Tensor, Tensor]:
+        """One `[L, B, H/ranks, S]` buffer per rank in; K and V `[L, T, H, D]` out, in the memory
+        of `out`, which is of one dimension and large enough."""
+        layers, blocks, _, _ = chunks[0].shape
+        worker = self.layout.workers[0]
+        shape = (
+            *(2, layers, blocks * worker.block_size_tokens),
+            *(self.layout.kv_heads, worker.head_dim),
+        )
+        k_LTHD, v_LTHD = out.view(self.dtype)[: math.prod(shape)].view(shape)
+        first = 0
+        for codec, chunk in zip(self.codecs, chunks, strict=True):
+            last = first + codec.worker.kv_heads
+            codec.decode(chunk, k_LTHD[:, :, first:last], v_LTHD[:, :, first:last])
+            first = last
+        return k_LTHD, v_LTHD
 
     def encode(self, k_LTHD: Tensor, v_LTHD: Tensor, outs: list[Tensor]) -> None:
         """K and V `[L, T, H, D]` in; fills one `[L, B, H/ranks, S]` buffer per rank."""

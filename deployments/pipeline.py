@@ -111,7 +111,7 @@ class Pipeline:
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(group, chunks, free_raw, raw, held))
-            group.create_task(self._map(raw, free_raw, free_mapped, mapped))
+            group.create_task(self._map(slot.plain, raw, free_raw, free_mapped, mapped))
             group.create_task(self._write(group, mapped, free_mapped, held))
 
     async def settle(self) -> None:
@@ -213,6 +213,7 @@ class Pipeline:
 
     async def _map(
         self,
+        plain: Tensor,
         raw: asyncio.Queue[_RawChunk | None],
         free_raw: asyncio.Queue[Tensor],
         free_mapped: asyncio.Queue[Tensor],
@@ -221,7 +222,7 @@ class Pipeline:
         written: int | None = None
         while (chunk := await raw.get()) is not None:
             await chunk.landed
-            k_LTHD, v_LTHD = await self._compute(chunk, partial(self._apply, chunk))
+            k_LTHD, v_LTHD = await self._compute(chunk, partial(self._apply, chunk, plain))
             self.tally.mapped_tokens += chunk.last_token - chunk.first_token
             free_raw.put_nowait(chunk.pool)
             with self.tally.step("wait_target", chunk.first_token, chunk.last_token):
@@ -262,9 +263,9 @@ class Pipeline:
                 return await loop.run_in_executor(self.shop.compute, work)
 
     @torch.inference_mode()
-    def _apply(self, chunk: _RawChunk) -> tuple[Tensor, Tensor]:
+    def _apply(self, chunk: _RawChunk, plain: Tensor) -> tuple[Tensor, Tensor]:
         tokens = chunk.last_token - chunk.first_token
-        k_LTHD, v_LTHD = self.shop.codec(self.order.ticket.layout).decode(chunk.buffers)
+        k_LTHD, v_LTHD = self.shop.codec(self.order.ticket.layout).decode(chunk.buffers, plain)
         result = self.shop.mapper.apply(k_LTHD[:, :tokens], v_LTHD[:, :tokens], chunk.first_token)
         self._synchronize()
         return result

@@ -91,9 +91,11 @@ def peer_of(worker: WorkerLayout) -> Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Memory of one handoff for raw and for mapped chunks, two of the largest each."""
+    """Memory of one handoff for raw and for mapped chunks, two of the largest each, and for what
+    the map is given of one."""
 
     raw: Tensor
+    plain: Tensor
     mapped: Tensor
 
 

@@ -113,7 +113,9 @@ class EngineMemory:
 
     def content(self, block_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """K and V of some blocks as plain tensors."""
-        return self.codec.decode([cache[:, list(block_ids)] for cache in self.caches])
+        chunks = [cache[:, list(block_ids)] for cache in self.caches]
+        out = chunks[0].new_empty(sum(chunk.numel() for chunk in chunks))
+        return self.codec.decode(chunks, out)
 
     def ticket(self, tokens: int, block_ids: tuple[int, ...]) -> Ticket:
         return Ticket(

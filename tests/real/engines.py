@@ -207,8 +207,9 @@ class KVReader:
             peer = peer_of(worker)
             await asyncio.wrap_future(self._initiator.connect(peer))
             await asyncio.wrap_future(self._initiator.post("READ", local, remote, peer))
-        k_LTHD, v_LTHD = codec.decode(chunks)
-        return k_LTHD[:, :tokens].clone(), v_LTHD[:, :tokens].clone()
+        out = chunks[0].new_empty(sum(chunk.numel() for chunk in chunks))
+        k_LTHD, v_LTHD = codec.decode(chunks, out)
+        return k_LTHD[:, :tokens], v_LTHD[:, :tokens]
 
     def close(self) -> None:
         self._initiator.close()
