@@ -26,8 +26,8 @@ class Cost:
     """Seconds of a stage for a chunk: so much for any, so much per token.
 
     Both by a line of least squares through the mean chunks of the latest handoffs, within what is
-    possible, or with `rate_only` the second alone: transfers under way together slow each other
-    down, and what looks like a cost of each chunk is their neighbours'.
+    possible, or with `rate_only` the second alone: transfers share their links with others, and
+    what looks like a cost of each chunk is their neighbours'.
     """
 
     def __init__(self, *, rate_only: bool) -> None:

@@ -6,10 +6,10 @@
 The three stages are coroutines joined by queues; a handoff owns a raw and a mapped part of the
 replica's registered pool, of two or more chunks each. One transfer each way moves and the next one
 is prepared, so that a link does not fall idle; whose they are, and who maps next, is decided by
-what each handoff had so far (`lane.py`). The reader starts before the
-target has announced its blocks. The last WRITE carries the done notification; it leaves alone,
-after all others have landed and the source has confirmed that the blocks were still held when the
-last READ did. When it has to stop, and who is told so, is `conversion.py`'s business.
+what each handoff had so far (`lane.py`). The reader starts before the target has announced its
+blocks. The last WRITE carries the done notification; it leaves alone, after all others have landed
+and the source has confirmed that the blocks were still held when the last READ did. When it has to
+stop, and who is told so, is `conversion.py`'s business.
 """
 
 from __future__ import annotations

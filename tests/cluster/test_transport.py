@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,25 @@ def test_memory_that_was_never_registered_is_refused(
     future = initiator.post("WRITE", one(pool, 0, 64), one(elsewhere, 0, 64), passive.peer)
     with pytest.raises(TransportError, match="write"):
         future.result(5)
+
+
+def test_transfers_of_one_way_move_one_after_another_past_one_that_fails(
+    passive: Passive, active: tuple[Initiator, torch.Tensor]
+) -> None:
+    initiator, pool = active
+    initiator.connect(passive.peer).result(5)
+    elsewhere = torch.zeros(8, dtype=torch.uint8)
+    spans = [(passive.memory, at * 400) for at in range(10)]
+    spans[4] = (elsewhere, 0)
+    posted = [
+        initiator.post("READ", one(pool, at * 400, 8), one(memory, start, 8), passive.peer)
+        for at, (memory, start) in enumerate(spans)
+    ]
+    with pytest.raises(TransportError):
+        posted.pop(4).result(5)
+    moved = [future.result(5) for future in posted]
+    assert all(first.ended <= then.started for first, then in pairwise(moved))
+    assert pool[3_600:3_608].tolist() == passive.memory[3_600:3_608].tolist() != [0] * 8
 
 
 def test_garbage_metadata_is_a_transport_error(
