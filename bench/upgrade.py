@@ -38,8 +38,15 @@ Document = Mapping[str, Any]
 
 def _mappers(document: Document, replicas: int) -> dict[str, Any]:
     copy = changed(document)
-    (entry,) = copy["applications"][0]["deployments"]
-    entry["num_replicas"] = replicas
+    entries = copy["applications"][0]["deployments"]
+    next(entry for entry in entries if entry["name"] == "mapper")["num_replicas"] = replicas
+    return copy
+
+
+def _live(document: Document, routing: dict[str, Any]) -> dict[str, Any]:
+    copy = changed(document)
+    router = {"name": "router", "user_config": {"routing": routing}}
+    copy["applications"][0]["deployments"].append(router)
     return copy
 
 
@@ -51,6 +58,7 @@ CHANGES: dict[str, Callable[[Document], dict[str, Any]]] = {
         document, small={"max_ongoing_requests": 200}, large={"max_num_seqs": 12}
     ),
     "router": lambda document: changed(document, router={"max_requests": 200}),
+    "live-routing": lambda document: _live(document, {"margin_threshold": 0.5}),
 }
 """Each is applied to the file that runs."""
 

@@ -8,10 +8,11 @@ a configuration can be checked anywhere.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
+    BaseModel,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -28,6 +29,8 @@ from cluster.mapper_config import ScalingConfig as ScalingConfig
 from cluster.routing_config import OnEscalate as OnEscalate
 from cluster.routing_config import PolicyName as PolicyName
 from cluster.routing_config import RoutingConfig as RoutingConfig
+
+T = TypeVar("T", bound=BaseModel)
 
 IMPORT_PATH = "deployments.app:build_cascade_app"
 """The `import_path` by which Ray Serve finds the application."""
@@ -269,10 +272,29 @@ class CascadeConfig(Node):
         return self
 
 
+class RouterUserConfig(Node):
+    """The `user_config` of the router's deployment: what may change while it serves."""
+
+    routing: RoutingConfig | None = Field(
+        None, description="Takes the place of `args.routing`, as a whole. Unset: that counts."
+    )
+
+
 def parse_cascade_config(args: Any, *, where: str = "args") -> CascadeConfig:
     """Check `args` and return the tree; raises ConfigError with one line per wrong key."""
+    return _parse(CascadeConfig, args, where)
+
+
+def parse_router_config(
+    user_config: Any, *, where: str = "deployments.router.user_config"
+) -> RouterUserConfig:
+    """Check the router's `user_config`, None if there is none; raises as `parse_cascade_config`."""
+    return _parse(RouterUserConfig, {} if user_config is None else user_config, where)
+
+
+def _parse(tree: type[T], content: Any, where: str) -> T:
     try:
-        return CascadeConfig.model_validate(args)
+        return tree.model_validate(content)
     except ValidationError as error:
         lines = []
         for item in error.errors():
@@ -287,7 +309,8 @@ def parse_cascade_config(args: Any, *, where: str = "args") -> CascadeConfig:
 
 
 def load_serve_config(path: Path) -> tuple[dict[str, Any], CascadeConfig]:
-    """Read a Serve config file: (the whole document, the cascade's `args`).
+    """Read a Serve config file: (the whole document, the cascade's `args`, with the routing of the
+    router's `user_config` if it has one).
 
     Raises ConfigError when the file is missing, is not YAML, or has no application with
     `import_path: deployments.app:build_cascade_app`.
@@ -304,9 +327,19 @@ def load_serve_config(path: Path) -> tuple[dict[str, Any], CascadeConfig]:
     for application in applications:
         if isinstance(application, dict) and application.get("import_path") == IMPORT_PATH:
             config = parse_cascade_config(application.get("args") or {}, where="args")
-            _check_overrides(path, config, application.get("deployments") or [])
-            return document, config
+            overrides = application.get("deployments") or []
+            _check_overrides(path, config, overrides)
+            return document, _with_router_config(config, overrides)
     raise ConfigError(f"{path}: no application has `import_path: {IMPORT_PATH}`")
+
+
+def _with_router_config(config: CascadeConfig, overrides: list[dict[str, Any]]) -> CascadeConfig:
+    """As the router follows it."""
+    for entry in overrides:
+        if entry.get("name") == "router":
+            routing = parse_router_config(entry.get("user_config")).routing
+            return config if routing is None else config.model_copy(update={"routing": routing})
+    return config
 
 
 def _check_overrides(path: Path, config: CascadeConfig, overrides: list[dict[str, Any]]) -> None:

@@ -82,10 +82,12 @@ def totals(stats: Mapping[str, Any]) -> str:
     """The numbers of `/v1/cascade/stats` in one line."""
     handoffs = stats["handoffs"]
     counts = ", ".join(f"{number} {name}" for name, number in handoffs.items())
+    refused = stats["refused_routing"]
     return (
         f"{stats['policy']}: {fraction(stats['realised_fraction'])} of {stats['requests']} answers "
         f"escalated, target {fraction(stats['target_fraction'])}; handoffs {counts}; "
         f"{stats['saved_prefill_s']:.1f} s of prefill saved"
+        + ("" if refused is None else f"; a change of routing was refused: {refused}")
     )
 
 

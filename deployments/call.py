@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from deployments.live_routing import Routing
 from router.api import CascadeOptions
 from router.conversations import SessionKey
 from router.policy import Policy
@@ -18,11 +19,13 @@ from router.stats import Recorder
 class Call:
     """How one request wants to be routed, and its answers by choice index.
 
+    `routing` is what the deployment followed when it came.
     `tenant` is whose API key it came with, None without keys. `session` is the
     conversation that it is a turn of, if it is of one. Every prompt has `n` answers.
     """
 
     options: CascadeOptions
+    routing: Routing
     new_policy: Callable[[], Policy]
     recorder: Recorder
     tenant: str | None = None

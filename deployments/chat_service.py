@@ -25,6 +25,7 @@ from deployments.intake import (
     read_session_id,
     read_tokenize,
 )
+from deployments.live_routing import LiveRouting
 from deployments.observer import Observation, Observer
 from deployments.openai_errors import (
     INTERNAL,
@@ -37,7 +38,7 @@ from deployments.openai_errors import (
 )
 from router.api import parse_options
 from router.job import Site
-from router.policies import NO_STATE, RoutingState, make_policy
+from router.policies import make_policy
 from router.policy import FixedPolicy, Policy, Role
 
 if TYPE_CHECKING:
@@ -63,15 +64,14 @@ class ChatService:
         site: Site,
         model_folder: str,
         observer: Observer,
-        state: RoutingState = NO_STATE,
+        routing: LiveRouting,
     ) -> None:
         from vllm.config import VllmConfig
         from vllm.renderers import renderer_from_config
 
         from deployments.frontend import make_front, make_model_config
 
-        self._routing = config.routing
-        self._state = state
+        self._routing = routing
         self._observer = observer
         self._background = site.background
         self._fixed: dict[str, Role] = {config.small.name: "small", config.large.name: "large"}
@@ -202,18 +202,19 @@ class ChatService:
                 code=INVALID_VALUE,
                 param="cascade",
             )
-        options = parse_options(wish)
+        options, routing = parse_options(wish), self._routing.now
 
         def new_policy() -> Policy:
             if role is not None:
                 return FixedPolicy(role, "named")
-            return make_policy(self._routing, options, self._state)
+            return make_policy(routing.config, options, routing.state)
 
         new_policy()  # refuses options that this deployment cannot follow
         request = _READ[prompt_field](fields)
         session_id = read_session_id(caller.headers, options)
         call = Call(
             options=options,
+            routing=routing,
             new_policy=new_policy,
             recorder=watch,
             tenant=caller.tenant,

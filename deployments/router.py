@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
@@ -18,24 +17,21 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from cluster.config import CascadeConfig, RoutingConfig, parse_cascade_config
+from cluster.config import parse_cascade_config
 from cluster.errors import EngineError
 from cluster.sources import resolve_model
 from cluster.telemetry import Metrics, make_tracer, make_tracer_provider
 from deployments.api_keys import load_api_keys
-from deployments.decision_log import DecisionLog
+from deployments.live_routing import LiveRouting, Routing
 from deployments.observer import Observer
 from deployments.openai_app import Service, build_http_app
 from deployments.replica_call import call_replica
 from deployments.sessions import SharedSessions
 from deployments.status import cascade_status, silence_of
-from router.calibration import read_calibration
 from router.conversations import DriftLimits, LocalSessions
 from router.job import Site
-from router.policies import RoutingState
 from router.ports import EngineChunk, EnginePort, EngineRequest
 from router.running import Running
-from router.shadow import Shadow
 
 log = logging.getLogger("kvcascade.router")
 
@@ -118,15 +114,22 @@ class Router:
         optional = {"mapper_back": mapper_back, "sessions": sessions}
         self._handles |= {name: handle for name, handle in optional.items() if handle is not None}
         self._traces = make_tracer_provider(cascade.telemetry, "router")
-        metrics, routing = Metrics(), cascade.routing
-        state, self._log = _routing(cascade, metrics.count_log_dropped)
-        running = Running(
-            large=cascade.large.name,
-            policy=routing.policy,
-            target_fraction=state.target_fraction(routing),
-        )
-        observer = self._observer = Observer(metrics, make_tracer(self._traces), running)
+        metrics = Metrics()
         large_port = RayEnginePort(large, cascade.large.name)
+        live = self._routing = LiveRouting(
+            cascade,
+            large_port,
+            count_shadow=metrics.count_shadow,
+            count_dropped=metrics.count_log_dropped,
+            changed=self._follow,
+        )
+        running = self._running = Running(
+            large=cascade.large.name,
+            policy=live.now.config.policy,
+            target_fraction=live.now.target_fraction,
+        )
+        self._serves = False
+        observer = self._observer = Observer(metrics, make_tracer(self._traces), running)
         deadline_s, kept = cascade.handoff.deadline_s, cascade.sessions
         local = LocalSessions(max_tokens=kept.max_tokens, ttl_s=kept.ttl_s)
         site = Site(
@@ -140,15 +143,12 @@ class Router:
             small_context_tokens=cascade.small.max_model_len_tokens,
             min_handoff_tokens=cascade.handoff.min_handoff_tokens,
             hold_back_tokens=cascade.routing.hold_back_tokens,
-            on_escalate=routing.on_escalate,
             sessions=local if sessions is None else SharedSessions(local, sessions),
             drift_limits=DriftLimits(
                 handoffs=kept.max_mapped_handoffs, fraction=kept.max_mapped_fraction
             ),
-            log=self._log,
-            shadow=_shadow(routing, large_port, metrics),
         )
-        chat = ChatService(cascade, site, resolve_model(cascade.large.source), observer, state)
+        chat = ChatService(cascade, site, resolve_model(cascade.large.source), observer, live)
         self._service = Service(
             chat=chat,
             health=self._health,
@@ -167,8 +167,23 @@ class Router:
     def __del__(self) -> None:
         if traces := getattr(self, "_traces", None):
             traces.shutdown()
-        if log_ := getattr(self, "_log", None):
-            log_.close()
+        if routing := getattr(self, "_routing", None):
+            routing.close()
+
+    async def reconfigure(self, user_config: Any, rank: Any) -> None:
+        """Serve calls it once when the replica begins, and when `user_config` or `rank` changes.
+
+        Only with `rank` among the parameters it also calls when there is no `user_config` (Ray
+        2.60, `UserCallableWrapper.call_reconfigure`). Raises ConfigError only at the beginning.
+        """
+        change = self._routing.offer if self._serves else self._routing.apply
+        self._running.refused_routing = await asyncio.to_thread(change, user_config)
+        self._serves = True
+
+    def _follow(self, routing: Routing) -> None:
+        self._running.follow(
+            policy=routing.config.policy, target_fraction=routing.target_fraction
+        )
 
     async def _health(self) -> dict[str, str | None]:
         names = list(self._handles)
@@ -181,41 +196,6 @@ class Router:
 
     async def _status(self) -> dict[str, Any]:
         return await cascade_status(serve.get_replica_context().app_name, self._handles)
-
-
-def _shadow(routing: RoutingConfig, large: EnginePort, metrics: Metrics) -> Shadow | None:
-    if routing.shadow_fraction is None:
-        return None
-    return Shadow(
-        large,
-        fraction=routing.shadow_fraction,
-        min_agreement=routing.shadow_min_agreement,
-        count=metrics.count_shadow,
-    )
-
-
-def _routing(
-    cascade: CascadeConfig, on_drop: Callable[[], None] | None = None
-) -> tuple[RoutingState, DecisionLog | None]:
-    """What requests share, and the decision log; ConfigError for a stale calibration.
-
-    Only a calibration or a log needs the files of both models on the router's node.
-    """
-    routing = cascade.routing
-    if routing.calibration is None and routing.log_file is None:
-        return RoutingState.of(routing, None), None
-    from cluster.dependencies import running_dependencies
-
-    depends = running_dependencies(cascade)
-    calibration = None
-    if routing.calibration is not None:
-        calibration = read_calibration(Path(routing.calibration).expanduser())
-        calibration.check_dependencies(depends)
-    state = RoutingState.of(routing, calibration)
-    if routing.log_file is None:
-        return state, None
-    path = Path(routing.log_file).expanduser()
-    return state, DecisionLog(path, depends, margins=routing.log_margins, on_drop=on_drop)
 
 
 async def node_metrics() -> str:

@@ -155,7 +155,7 @@ class SplicedClient:
             remember=remember,
             salt=tenant_salt(call.tenant),
         )
-        site = replace(self._site, recorder=call.recorder)
+        site = replace(call.routing.at(self._site), recorder=call.recorder)
         return Cascade(site, call.new_policy(), call.options, job)
 
     def _may_switch(self, call: Call, params: SamplingParams, sent: tuple[int, ...]) -> bool:

@@ -25,7 +25,8 @@ class Snapshot(TypedDict):
     `requests` and `escalated` count the answers in the window that a policy decided,
     `realised_fraction` is their ratio, None before the first. `saved_prefill_s` sums, over mapped
     handoffs, the predicted seconds of reading again minus the seconds that they took; handoffs
-    before the first prediction add nothing.
+    before the first prediction add nothing. `refused_routing` says why the last change of routing
+    is not followed, None when it is.
     """
 
     requests: int
@@ -36,6 +37,7 @@ class Snapshot(TypedDict):
     window: int
     handoffs: dict[Outcome, int]
     saved_prefill_s: float
+    refused_routing: str | None
 
 
 class Running:
@@ -50,11 +52,18 @@ class Running:
         window: int = WINDOW_ANSWERS,
     ) -> None:
         self.target_fraction = target_fraction
+        self.refused_routing: str | None = None
         self._large = large
         self._policy = policy
         self._answers: deque[bool] = deque(maxlen=window)
         self._handoffs: deque[tuple[Outcome, float]] = deque(maxlen=window)
         self._window = window
+
+    def follow(self, *, policy: str, target_fraction: float | None) -> None:
+        """Another routing decides from here on; what the one before did is no part of it."""
+        self.target_fraction = target_fraction
+        self._policy = policy
+        self._answers.clear()
 
     def route(self, *, model: str, reason: str) -> None:
         """One answer was settled on `model`."""
@@ -90,4 +99,5 @@ class Running:
             window=self._window,
             handoffs={name: outcomes[name] for name in get_args(Outcome)},
             saved_prefill_s=self.saved_prefill_s,
+            refused_routing=self.refused_routing,
         )

@@ -56,6 +56,7 @@ STATS = {
     "window": 500,
     "handoffs": {"mapped": 10, "recompute": 1, "cancelled": 1},
     "saved_prefill_s": 12.34,
+    "refused_routing": None,
 }
 
 

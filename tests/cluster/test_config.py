@@ -161,3 +161,31 @@ def test_two_places_cannot_both_say_how_many_mappers(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(document))
     with pytest.raises(ConfigError, match=r"deployments\.mapper sets replicas and so does"):
         load_serve_config(path)
+
+
+def with_router(tmp_path: Path, user_config: Any) -> Path:
+    quickstart = Path(__file__).parents[2] / "cluster" / "quickstart.yaml"
+    document = yaml.safe_load(quickstart.read_text())
+    router = {"name": "router", "user_config": user_config}
+    document["applications"][0]["deployments"].append(router)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def test_the_routers_own_routing_counts(tmp_path: Path) -> None:
+    routing = {"policy": "random", "target_fraction": 0.5}
+    _, config = load_serve_config(with_router(tmp_path, {"routing": routing}))
+    assert (config.routing.policy, config.routing.target_fraction) == ("random", 0.5)
+    _, config = load_serve_config(with_router(tmp_path, None))
+    assert config.routing.policy == "margin"
+
+
+def test_a_wrong_key_of_the_routers_own_is_named(tmp_path: Path) -> None:
+    path = with_router(tmp_path, {"routing": {"margin_treshold": 1.0}})
+    with pytest.raises(ConfigError) as caught:
+        load_serve_config(path)
+    assert str(caught.value) == (
+        "deployments.router.user_config.routing.margin_treshold: unknown key; remove it or correct "
+        "its spelling"
+    )

@@ -117,6 +117,7 @@ def endpoint(model_folder: str) -> tuple[Any, Any, dict[str, Any]]:
     """(service, config, switchboard): vLLM's front end is made once; engines change per test."""
     from cluster.telemetry import make_tracer
     from deployments.chat_service import ChatService
+    from deployments.live_routing import LiveRouting
     from deployments.observer import Observer
 
     switchboard: dict[str, Any] = {}
@@ -158,7 +159,8 @@ def endpoint(model_folder: str) -> tuple[Any, Any, dict[str, Any]]:
         sessions=LocalSessions(max_tokens=100_000, ttl_s=600.0),
     )
     observer = Observer(None, make_tracer(None))
-    return ChatService(config, site, model_folder, observer), site, switchboard
+    live = LiveRouting(config, site.large)
+    return ChatService(config, site, model_folder, observer, live), site, switchboard
 
 
 @pytest.fixture

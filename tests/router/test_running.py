@@ -35,6 +35,7 @@ def test_an_idle_router_has_no_fraction() -> None:
         "window": 1_000,
         "handoffs": {"mapped": 0, "recompute": 0, "cancelled": 0},
         "saved_prefill_s": 0.0,
+        "refused_routing": None,
     }
 
 
@@ -46,6 +47,17 @@ def test_the_fraction_is_that_of_the_last_answers_that_a_policy_decided() -> Non
         running.route(model="l", reason=reason)
     seen = running.snapshot()
     assert (seen["requests"], seen["escalated"], seen["realised_fraction"]) == (4, 1, 0.25)
+
+
+def test_another_routing_begins_with_no_answers() -> None:
+    running = Running(large="l", policy="margin", target_fraction=None)
+    running.route(model="l", reason="low_margin")
+    running.handoff(ended("mapped", 0.25, 1.0))
+    running.follow(policy="random", target_fraction=0.5)
+    seen = running.snapshot()
+    assert (seen["policy"], seen["target_fraction"]) == ("random", 0.5)
+    assert (seen["requests"], seen["realised_fraction"]) == (0, None)
+    assert seen["handoffs"]["mapped"] == 1
 
 
 def test_mapped_handoffs_save_what_reading_was_predicted_to_take_beyond_them() -> None:
