@@ -18,30 +18,26 @@ Paced = Literal["read", "map", "write"]
 PACED: tuple[Paced, ...] = ("read", "map", "write")
 
 _KEPT = 0.9
-_OVERHEAD_S = 0.002
+LEAST_CHUNK_S = 0.002
 """What a chunk costs a stage at least, whatever its size."""
 
 
 class Cost:
-    """Seconds of a stage for a chunk: so much for any, so much per token.
+    """Seconds of a stage: `chunk_s` for any chunk, and so much per token, by the latest handoffs.
 
-    Both by a line of least squares through the mean chunks of the latest handoffs, within what is
-    possible, or with `rate_only` the second alone: transfers share their links with others, and
-    what looks like a cost of each chunk is their neighbours'.
+    What a chunk costs by itself is not learnt from them: their chunks hardly differ in size, and
+    transfers share their links with others.
     """
 
-    def __init__(self, *, rate_only: bool) -> None:
-        self._rate_only = rate_only
-        self._count = self._tokens = self._seconds = self._tokens2 = self._both = 0.0
+    def __init__(self, chunk_s: float = LEAST_CHUNK_S) -> None:
+        self._chunk_s = chunk_s
+        self._chunks = self._tokens = self._seconds = 0.0
 
     def saw(self, chunks: int, total_tokens: int, total_s: float) -> None:
         """The stage had so many chunks of a handoff, and was busy for `total_s`."""
-        tokens, seconds = total_tokens / chunks, total_s / chunks
-        self._count = _KEPT * self._count + 1
-        self._tokens = _KEPT * self._tokens + tokens
-        self._seconds = _KEPT * self._seconds + seconds
-        self._tokens2 = _KEPT * self._tokens2 + tokens**2
-        self._both = _KEPT * self._both + tokens * seconds
+        self._chunks = _KEPT * self._chunks + chunks
+        self._tokens = _KEPT * self._tokens + total_tokens
+        self._seconds = _KEPT * self._seconds + total_s
 
     @property
     def token_s(self) -> float | None:
@@ -51,17 +47,16 @@ class Cost:
     @property
     def terms(self) -> tuple[float, float] | None:
         """(seconds per chunk, seconds per token); None when nothing was seen."""
-        if not self._count:
+        if not self._tokens:
             return None
-        mean_tokens, mean_s = self._tokens / self._count, self._seconds / self._count
-        spread = self._tokens2 / self._count - mean_tokens**2
-        overhead_s = _OVERHEAD_S
-        # Sizes that hardly differ say nothing of what a chunk costs by itself.
-        if not self._rate_only and spread > (0.1 * mean_tokens) ** 2:
-            slope = (self._both / self._count - mean_tokens * mean_s) / spread
-            overhead_s = mean_s - slope * mean_tokens
-        overhead_s = min(max(overhead_s, _OVERHEAD_S), mean_s)
-        return overhead_s, (mean_s - overhead_s) / mean_tokens
+        chunk_s = min(self._chunk_s, self._seconds / self._chunks)
+        return chunk_s, (self._seconds - chunk_s * self._chunks) / self._tokens
+
+
+def chunk_s_of(small: tuple[int, float], large: tuple[int, float]) -> float:
+    """What a chunk costs by itself, from two sizes in tokens and their seconds."""
+    slope = (large[1] - small[1]) / (large[0] - small[0])
+    return max(LEAST_CHUNK_S, small[1] - max(0.0, slope) * small[0])
 
 
 Costs = Mapping[Paced, Cost]
@@ -69,7 +64,7 @@ Costs = Mapping[Paced, Cost]
 
 def new_costs() -> dict[Paced, Cost]:
     """Nothing seen of any stage."""
-    return {stage: Cost(rate_only=stage != "map") for stage in PACED}
+    return {stage: Cost() for stage in PACED}
 
 
 @dataclass(frozen=True, kw_only=True)

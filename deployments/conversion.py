@@ -211,6 +211,11 @@ class Converter:
             steps=tuple(tally.steps),
         )
 
+    async def rehearse(self) -> None:
+        """Learn what the map takes before the first handoff is cut into chunks."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._shop.compute, self._shop.rehearse)
+
     async def greet(self, layout: EngineLayout) -> bool:
         """Shake hands with an engine before the first handoff needs it; False: known already."""
         return await self._shop.connect(layout)

@@ -81,6 +81,7 @@ class MapperServer:
             block_sizes_tokens=(models[0].block_size_tokens, models[1].block_size_tokens),
             host=ray.util.get_node_ip_address(),
         )
+        await self._converter.rehearse()
         self._direction = "large_to_small" if back else "small_to_large"
         self._metrics = MapperMetrics()
         self._greeting = asyncio.create_task(self._greet(small, large))

@@ -267,7 +267,7 @@ class Pipeline:
         tokens = chunk.last_token - chunk.first_token
         k_LTHD, v_LTHD = self.shop.codec(self.order.ticket.layout).decode(chunk.buffers, plain)
         result = self.shop.mapper.apply(k_LTHD[:, :tokens], v_LTHD[:, :tokens], chunk.first_token)
-        self._synchronize()
+        self.shop.synchronize()
         return result
 
     @torch.inference_mode()
@@ -275,12 +275,7 @@ class Pipeline:
         self, layout: EngineLayout, k_LTHD: Tensor, v_LTHD: Tensor, buffers: list[Tensor]
     ) -> None:
         self.shop.codec(layout).encode(k_LTHD, v_LTHD, buffers)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        """Buffers change hands with NIXL, which knows no CUDA streams."""
-        if self.shop.device.type == "cuda":
-            torch.cuda.synchronize(self.shop.device)
+        self.shop.synchronize()
 
     async def _write(
         self,

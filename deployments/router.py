@@ -181,9 +181,7 @@ class Router:
         self._serves = True
 
     def _follow(self, routing: Routing) -> None:
-        self._running.follow(
-            policy=routing.config.policy, target_fraction=routing.target_fraction
-        )
+        self._running.follow(policy=routing.config.policy, target_fraction=routing.target_fraction)
 
     async def _health(self) -> dict[str, str | None]:
         names = list(self._handles)

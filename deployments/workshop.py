@@ -6,6 +6,7 @@ It knows layouts and peers, and nothing of a handoff's course.
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ import torch
 import zmq.asyncio
 from torch import Tensor
 
-from cluster.chunking import Cutting, new_costs
+from cluster.chunking import Cost, Cutting, chunk_s_of, new_costs
 from cluster.transport import Initiator, Peer
 from deployments.lane import Lane
 from deployments.layout import DTYPES, EngineCodec
@@ -22,6 +23,9 @@ from deployments.messages import EngineLayout, WorkerLayout
 from mappers.mapper import Mapper
 
 _KEPT_CODECS = 16
+
+_REHEARSALS = 2
+"""The first one makes what later ones have: kernels, memory."""
 
 TRANSFERS_UNDER_WAY = 2
 """To or from one engine: one moves, the next is prepared. What was posted cannot be overtaken."""
@@ -53,6 +57,30 @@ class Workshop:
         self._transfer_lanes: dict[tuple[str, str], Lane] = {}
         self._codecs: dict[str, EngineCodec] = {}
         self._agents: dict[str, set[str]] = {}
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Learn what the map takes, by mapping zeros in a smallest and in a largest chunk."""
+        source, sizes = self.mapper.source, (self.cutting.grid_tokens, self.cutting.most_tokens)
+        taken: list[tuple[int, float]] = []
+        for tokens in sizes:
+            shape = (source.layers, tokens, source.kv_heads, source.head_dim)
+            k_LTHD = torch.zeros(shape, dtype=self.mapper.dtype, device=self.device)
+            for _ in range(_REHEARSALS):
+                started = time.perf_counter()
+                self.mapper.apply(k_LTHD, k_LTHD, 0)
+                self.synchronize()
+                last_s = time.perf_counter() - started
+            taken.append((tokens, last_s))
+        small, large = taken
+        if small[0] < large[0]:
+            self.costs["map"] = Cost(chunk_s_of(small, large))
+        self.costs["map"].saw(1, *large)
+
+    def synchronize(self) -> None:
+        """Buffers change hands with NIXL, which knows no CUDA streams."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def codec(self, layout: EngineLayout) -> EngineCodec:
         """The codec of an engine's blocks; the last few engines' are kept."""
