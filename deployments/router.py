@@ -30,7 +30,7 @@ from deployments.sessions import SharedSessions
 from deployments.status import cascade_status, silence_of
 from router.conversations import DriftLimits, LocalSessions
 from router.job import Site
-from router.ports import EngineChunk, EnginePort, EngineRequest
+from router.ports import EngineChunk, EngineRequest
 from router.running import Running
 
 log = logging.getLogger("kvcascade.router")

@@ -18,7 +18,6 @@ from tests.fakes import FakeHandoffPort, ScriptedEngine
 from tests.mappers.tiny import write_model
 from tests.router.logs import WINDOW, record, uniform_records
 
-
 SITE = Site(
     small=ScriptedEngine([]),
     large=ScriptedEngine([]),
