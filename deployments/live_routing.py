@@ -70,7 +70,8 @@ class LiveRouting:
         self._count_shadow = count_shadow
         self._count_dropped = count_dropped
         self._changed = changed
-        self._logs: list[DecisionLog] = []
+        # Answers that began before still write to the one before.
+        self._logs: dict[tuple[str, bool], DecisionLog] = {}
         self.now = self._made(cascade.routing)
 
     def apply(self, user_config: Any) -> None:
@@ -98,7 +99,7 @@ class LiveRouting:
 
     def close(self) -> None:
         """Write out and close the decision logs."""
-        for decisions in self._logs:
+        for decisions in self._logs.values():
             decisions.close()
 
     def _made(self, config: RoutingConfig) -> Routing:
@@ -123,10 +124,11 @@ class LiveRouting:
         state = RoutingState.of(config, calibration)
         decisions = None
         if config.log_file is not None:
-            path = Path(config.log_file).expanduser()
-            decisions = DecisionLog(
-                path, depends, margins=config.log_margins, on_drop=self._count_dropped
-            )
-            # Answers that began before still write to the one before.
-            self._logs.append(decisions)
+            decisions = self._logs.get((config.log_file, config.log_margins))
+            if decisions is None:
+                path = Path(config.log_file).expanduser()
+                decisions = DecisionLog(
+                    path, depends, margins=config.log_margins, on_drop=self._count_dropped
+                )
+                self._logs[config.log_file, config.log_margins] = decisions
         return Routing(config, state, decisions, shadow)

@@ -141,6 +141,9 @@ def test_answers_of_two_logs_stay_apart(tmp_path: Path) -> None:
     routing = live(config(tmp_path, log_file=str(first)))
     begun = routing.now
     routing.apply({"routing": {"log_file": str(second)}})
+    other = routing.now.log
+    routing.apply({"routing": {"log_file": str(second), "hold_back_tokens": 2}})
+    assert routing.now.log is other
     for now, seed in ((routing.now, 1), (begun, 2)):
         assert now.log is not None
         now.log(record(seed, [1.0, 2.0]))
