@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import typer
@@ -111,13 +112,15 @@ def scaling_loops(path: Path) -> list[MeasuredLoop]:
             windows.setdefault(key, []).append(one)
     # Frames have headers; the identity is no work.
     token_bytes = KV_BYTES_PER_TOKEN / TCP_SHARE
+    tokens = content["matrix"]["tokens"]
     return [
         MeasuredLoop(
             mappers=mappers,
             link_gbps=rate_gbps,
             in_flight=in_flight,
-            tokens=content["matrix"]["tokens"],
-            handoffs_per_s=sum(w["handoffs"] for w in some) / sum(w["seconds"] for w in some),
+            tokens=tokens,
+            # By bytes: of answers there are few in a window, and where it ends counts.
+            handoffs_per_s=mean(w["delivered_gbps"] for w in some) / 8e-9 / (tokens * token_bytes),
             map_tokens_per_s=_IDENTITY_TOKENS_PER_S,
             read_bytes_per_token=token_bytes,
             write_bytes_per_token=token_bytes,
@@ -198,8 +201,9 @@ def _loops(rows: Sequence[Compared]) -> list[str]:
     head = ["tokens", "link of a mapper", "mappers", "in flight", "measured", "simulated", "error"]
     return [
         "Handoffs per second with a constant number in flight (`bench/scaling.py`), of a",
-        "pair that is nearly all transport. Only the mappers' links limit the simulation, not the",
-        "two cores that did the work:",
+        "pair that is nearly all transport, by the bytes that reached the large model's node. Only",
+        "the mappers' links limit the simulation, not the two cores that did the work; how much of",
+        "them was in use is in [SCALING.md](SCALING.md):",
         "",
         markdown_table(head, map(compared_cells, rows), left={1}),
     ]
