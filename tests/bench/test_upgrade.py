@@ -23,10 +23,13 @@ def test_every_change_is_a_config_that_differs_in_what_it_says(change: str) -> N
     differing = {
         name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)
     }
-    expected = {"mappers": set(), "engines": {"small", "large"}}
+    expected = {"mappers": set(), "engines": {"small", "large"}, "live-routing": set()}
     assert differing == expected.get(change, {change})
     replicas = {"mappers": 2}.get(change, 1)
-    assert application["deployments"] == [{"name": "mapper", "num_replicas": replicas}]
+    mapper, *others = application["deployments"]
+    assert mapper == {"name": "mapper", "num_replicas": replicas}
+    live = {"name": "router", "user_config": {"routing": {"margin_threshold": 0.5}}}
+    assert others == ([live] if change == "live-routing" else [])
     # The file that runs stays as it is.
     assert document == load_serve_config(QUICKSTART_CONFIG)[0]
 

@@ -103,4 +103,5 @@ def test_the_figures_are_those_of_the_planner() -> None:
     chunks = [value * args["mapper"]["chunk_tokens"] for value in kv]
     pool = args["mapper"]["max_concurrent_handoffs"] * 2 * sum(chunks)
     assert f"{chunks[0] / 1e6:.0f} MB raw and {chunks[1] / 1e6:.0f} MB mapped" in TEXT
-    assert f"8 handoffs take {pool / 1e9:.1f} GB" in TEXT
+    decoded = args["mapper"]["max_concurrent_handoffs"] * chunks[0]
+    assert f"8 handoffs take {pool / 1e9:.1f} GB, and {decoded / 1e9:.1f} GB" in TEXT
