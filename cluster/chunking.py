@@ -89,12 +89,12 @@ class Cutting:
             sizes.append(min(2 * sizes[-1], self.most_tokens))
         best: list[int] = []
         best_s = math.inf
-        for at in reversed(range(len(sizes))):
-            small = sizes[:at]
+        for at, size in reversed([*enumerate(sizes)]):
+            small, least_here_s = sizes[:at], least_s(tokens, size, costs)
             for head, tail in product({(), tuple(small)}, {(), tuple(reversed(small))}):
-                if sum(head) + sum(tail) > tokens or least_s(tokens, sizes[at], costs) >= best_s:
+                if sum(head) + sum(tail) > tokens or least_here_s >= best_s:
                     continue
-                chunks = self._chunks(tokens, sizes[at], head, tail)
+                chunks = self._chunks(tokens, size, head, tail)
                 needed_s = makespan_s(chunks, costs)
                 if needed_s < best_s:
                     best, best_s = chunks, needed_s
